@@ -1,1 +1,1 @@
-from ranks import rank_pools, ranks  # noqa: F401
+from tests.ranks import rank_pools, ranks  # noqa: F401

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RanksFailed
+from tests.ranks import RanksFailed
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

@@ -2,7 +2,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from test_fsdp_hooks import BF16, Net, assert_as_good, build, data, full_grads, oracle, shard
+from tests.parallel.test_fsdp_hooks import BF16, Net, assert_as_good, build, data, full_grads, oracle, shard
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from automodel_c.parallel import grad_reduction_from_config, install_comm_hooks, set_grad_reduction, sum_gradients

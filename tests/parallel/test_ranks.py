@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RanksFailed
+from tests.ranks import RanksFailed
 
 
 def sums(n):
