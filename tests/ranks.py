@@ -16,6 +16,7 @@ raised or ran past the time limit takes the pool down; the next call starts a ne
 server that imported torch once, so a restart costs a fraction of a second. The store lives in the pytest process:
 it survives the death of any rank.
 """
+
 import dataclasses
 import datetime
 import faulthandler
@@ -33,11 +34,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-TIMEOUT_S = 60.0    # one call
-GRACE_S = 5.0       # for the other ranks, once one has failed
+TIMEOUT_S = 60.0  # one call
+GRACE_S = 5.0  # for the other ranks, once one has failed
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.tensor"])
+_context.set_forkserver_preload(["pytest", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor"])
 
 
 class RanksFailed(RuntimeError):
@@ -91,8 +92,12 @@ class RankPool:
             mine, theirs = _context.Pipe()
             handle, trace = tempfile.mkstemp(prefix="rank-")
             os.close(handle)
-            process = _context.Process(target=_serve, args=(rank, self.world, self.backend, self._store.port, theirs, trace),
-                                       name=f"rank {rank}", daemon=True)
+            process = _context.Process(
+                target=_serve,
+                args=(rank, self.world, self.backend, self._store.port, theirs, trace),
+                name=f"rank {rank}",
+                daemon=True,
+            )
             process.start()
             theirs.close()
             self._ranks.append(_Rank(process, mine, trace))
@@ -104,7 +109,7 @@ class RankPool:
             try:
                 rank.conn.send_bytes(call)
             except OSError:
-                pass                                    # it died just now: its pipe says so below
+                pass  # it died just now: its pipe says so below
         deadline = time.monotonic() + timeout
         while waiting and time.monotonic() < deadline:
             ready = multiprocessing.connection.wait([r.conn for r in waiting.values()], deadline - time.monotonic())
@@ -141,13 +146,14 @@ def _serve(rank, world, backend, port, conn, trace):
         faulthandler.register(signal.SIGUSR1, file, all_threads=True)
         torch.set_num_threads(1)
         store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world,
-                                timeout=datetime.timedelta(seconds=10 * TIMEOUT_S))
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=10 * TIMEOUT_S)
+        )
         while True:
             try:
                 call = conn.recv_bytes()
             except (EOFError, OSError):
-                os._exit(0)                             # no atexit work: peers may be gone already
+                os._exit(0)  # no atexit work: peers may be gone already
             conn.send_bytes(_answer(call))
 
 
@@ -156,7 +162,7 @@ def _answer(call):
         name, args = pickle.loads(call)
         module, function = name.split(":")
         return pickle.dumps((True, getattr(importlib.import_module(module), function)(*args)))
-    except BaseException:                               # whatever it is, the test must see it
+    except BaseException:  # whatever it is, the test must see it
         return pickle.dumps((False, traceback.format_exc()))
 
 

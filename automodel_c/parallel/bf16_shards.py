@@ -1,8 +1,9 @@
 """Gradients of bf16 parameters, accumulated over microbatches in float32.
 
-FSDP2 keeps the gradient of a bf16 parameter in bf16 and adds each microbatch's reduction to it, rounding every time: small
-contributions vanish. The reduce-scatter keeps the float32 sum and hands FSDP2, each time, the difference between that sum
-and what FSDP2 holds. What FSDP2 then holds is the sum to within the last place, after any number of microbatches.
+FSDP2 keeps the gradient of a bf16 parameter in bf16 and adds each microbatch's reduction to it, rounding every time:
+small contributions vanish. The reduce-scatter keeps the float32 sum and hands FSDP2, each time, the difference between
+that sum and what FSDP2 holds. What FSDP2 then holds is the sum to within the last place, after any number of
+microbatches.
 """
 
 import torch
@@ -18,7 +19,7 @@ class Bf16Shards:
     def wanted(self):
         """Whether the group's trainable parameters are bf16.
 
-        NotImplementedError where FSDP2 changes our output before it adds it: under HSDP, or with a division after a sum.
+        NotImplementedError where FSDP2 changes our output before it adds it: HSDP, or a division after a sum.
         """
         params = _params(self.group) if self.group else []
         if not params or params[0].sharded_param.dtype != torch.bfloat16:

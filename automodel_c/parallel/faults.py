@@ -11,10 +11,11 @@ left a note, and leaves a heartbeat there. It has its own connection, for a stor
 What a rank does when its body raises: it writes its rank and message to the store (the first note wins), cuts its
 connections, waits until the others have read the note, and raises. What the others do when they read it: they cut
 their connections, which ends a collective they are blocked in, and raise `RankFailure` in the main thread by way of
-SIGURG, which ends a sleep, a lock or a Python loop. A call into C that returns late raises when it returns; one that does
-not return within 20 s ends the process, after the message is printed. A rank that dies without a word is found by its
-peers' broken connections and by its heartbeat, which stopped.
+SIGURG, which ends a sleep, a lock or a Python loop. A call into C that returns late raises when it returns; one that
+does not return within 20 s ends the process, after the message is printed. A rank that dies without a word is found by
+its peers' broken connections and by its heartbeat, which stopped.
 """
+
 import contextlib
 import json
 import os
@@ -27,11 +28,11 @@ import torch.distributed as dist
 
 from .sockets import cut_connections
 
-_POLL_S = 0.25          # notes and heartbeats
-_SILENT_S = 1.5         # six missed heartbeats: after a lost connection, that rank is taken for dead
-_LINGER_S = 5.0         # the longest wait for the others to have read the note, or to have left, before this rank goes
-_STORE_TOO_S = 3.0      # when cutting the peers did not unblock the rank, it may wait for the store: cut that too
-_GIVE_UP_S = 20.0       # blocked where nothing helps: end the process
+_POLL_S = 0.25  # notes and heartbeats
+_SILENT_S = 1.5  # six missed heartbeats: after a lost connection, that rank is taken for dead
+_LINGER_S = 5.0  # the longest wait for the others to have read the note, or to have left, before this rank goes
+_STORE_TOO_S = 3.0  # when cutting the peers did not unblock the rank, it may wait for the store: cut that too
+_GIVE_UP_S = 20.0  # blocked where nothing helps: end the process
 
 
 class RankFailure(RuntimeError):
@@ -49,14 +50,14 @@ class RankFailure(RuntimeError):
 def guard(store=None, group=None):
     """Around a rank's main: turn the failure of any rank into an exception on every rank, within 30 s (2 s as a rule).
 
-    ``store``: a torch.distributed store that all ranks share (default: the process group's, or before there is one that
-    of torchrun). ``group``: the ranks that watch each other (default: all). Ranks enter and leave their guards in the same
-    order. Without any store there is nobody to tell, and the guard does nothing.
+    ``store``: a torch.distributed store that all ranks share (default: the process group's, or before there is one
+    that of torchrun). ``group``: the ranks that watch each other (default: all). Ranks enter and leave their guards in
+    the same order. Without any store there is nobody to tell, and the guard does nothing.
 
-    Raises `RankFailure` where another rank failed first, from the exception that this rank met, if any. The first rank to
-    fail raises its own exception, unchanged but for a note; so does a rank that failed with the same words. Enter it in
-    the main thread: elsewhere a rank that is not in a collective is not interrupted. After a failure the rank's gloo
-    connections are gone: build new groups to go on.
+    Raises `RankFailure` where another rank failed first, from the exception that this rank met, if any. The first rank
+    to fail raises its own exception, unchanged but for a note; so does a rank that failed with the same words. Enter
+    it in the main thread: elsewhere a rank that is not in a collective is not interrupted. After a failure the rank's
+    gloo connections are gone: build new groups to go on.
     """
     if (store := store or _default_store()) is None:
         yield
@@ -86,10 +87,10 @@ class _Watch:
         self.rank, self.others = _membership(group)
         self.ports = _ports(store)
         self.store = store.clone()
-        self.over = threading.Event()           # the body is no longer running: never interrupt again
-        self.ended = threading.Event()          # the guard is left: no more heartbeats
-        self.failure, self.gone = None, []      # the note, once this rank has read or written it
-        self.left = 0                           # how many ranks have ended well, at the last look
+        self.over = threading.Event()  # the body is no longer running: never interrupt again
+        self.ended = threading.Event()  # the guard is left: no more heartbeats
+        self.failure, self.gone = None, []  # the note, once this rank has read or written it
+        self.left = 0  # how many ranks have ended well, at the last look
         self.main = threading.current_thread() if threading.current_thread() is threading.main_thread() else None
         name = "automodel_c/guard/" + (group.group_name if group is not None else "world")
         self.prefix = f"{name}/{self.store.add(f'{name}/entered/{self.rank}', 1)}"
@@ -111,7 +112,7 @@ class _Watch:
     def leave(self):
         """A normal end. Whoever failed meanwhile is still told."""
         self.over.set()
-        with contextlib.suppress(RuntimeError):     # the store's host may have ended before us
+        with contextlib.suppress(RuntimeError):  # the store's host may have ended before us
             self._read()
             self.ended.set()
             self.thread.join()
@@ -128,14 +129,14 @@ class _Watch:
             return error
         try:
             self._settle(error)
-        except RuntimeError:                        # the store is gone: nobody can be asked or told
+        except RuntimeError:  # the store is gone: nobody can be asked or told
             if not self.failure and _lost_connection(error):
                 self.failure = _store_lost()
         cut_connections(self.ports)
         with contextlib.suppress(RuntimeError):
             self._wait_for("seen", 1 + len(self.others) - len(self.gone))
         if self.failure is None or not isinstance(error, Exception):
-            return error                            # KeyboardInterrupt and the like stay what they are
+            return error  # KeyboardInterrupt and the like stay what they are
         if self.failure.rank == self.rank or self.failure.message == _words(error):
             error.add_note(f"rank {self.failure.rank} was the first to fail")
             return error
@@ -200,7 +201,7 @@ class _Watch:
                 if self._read():
                     break
                 self.left = self.store.add(f"{self.prefix}/left", 0)
-        except RuntimeError:                        # the store is gone, and nobody had left: its host died
+        except RuntimeError:  # the store is gone, and nobody had left: its host died
             if not self.left and not self.over.is_set():
                 self.failure = self.failure or _store_lost()
         if self.failure:
@@ -216,7 +217,8 @@ class _Watch:
             if time.monotonic() - began > _STORE_TOO_S:
                 spare = ()
             if time.monotonic() - began > _GIVE_UP_S and not self.over.is_set():
-                print(f"{self.failure}\nrank {self.rank} does not return from a call: ending it", file=sys.stderr, flush=True)
+                last_words = f"{self.failure}\nrank {self.rank} does not return from a call: ending it"
+                print(last_words, file=sys.stderr, flush=True)
                 os._exit(1)
 
     def _raise(self, signum, frame):
@@ -257,9 +259,11 @@ def _ports(*stores):
 
 
 def _lost_connection(error):
+    if isinstance(error, (dist.DistBackendError, dist.DistNetworkError)):
+        return True
     text = str(error).lower()
-    return isinstance(error, (dist.DistBackendError, dist.DistNetworkError)) or isinstance(error, RuntimeError) and any(
-        sign in text for sign in ("gloo/", "connection closed", "connection reset", "broken pipe", "timed out waiting"))
+    signs = ("gloo/", "connection closed", "connection reset", "broken pipe", "timed out waiting")
+    return isinstance(error, RuntimeError) and any(sign in text for sign in signs)
 
 
 def _store_lost():

@@ -21,13 +21,13 @@ _gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_int
 def install_comm_hooks(model, *, wire_dtype=None):
     """Give every FSDP2 unit of ``model`` (nn.Module after ``fully_shard``) our all-gather and reduce-scatter.
 
-    ``wire_dtype``: the dtype in which gradients travel: None (the reduce dtype), torch.float32 or torch.bfloat16. The sum
-    is float32 either way. FSDP's op (SUM, AVG, PREMUL_SUM) and gradient divide factor are honoured. HSDP's all-reduce
-    stays torch's. Calling it again replaces the hooks.
+    ``wire_dtype``: the dtype in which gradients travel: None (the reduce dtype), torch.float32 or torch.bfloat16. The
+    sum is float32 either way. FSDP's op (SUM, AVG, PREMUL_SUM) and gradient divide factor are honoured. HSDP's
+    all-reduce stays torch's. Calling it again replaces the hooks.
 
-    From then on a trainable parameter that got no gradient in a reducing backward has a zero gradient, not None: all ranks
-    reduce the same buffers, whichever parameters each of them used. bf16 parameters accumulate over microbatches in
-    float32 (`Bf16Shards`).
+    From then on a trainable parameter that got no gradient in a reducing backward has a zero gradient, not None: all
+    ranks reduce the same buffers, whichever parameters each of them used. bf16 parameters accumulate over microbatches
+    in float32 (`Bf16Shards`).
 
     Raises ValueError (no FSDP unit), TypeError (``wire_dtype``), NotImplementedError (a unit with several parameter
     groups, parameters that are not on the CPU). Nothing is changed then.

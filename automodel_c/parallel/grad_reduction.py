@@ -44,8 +44,8 @@ def grad_reduction_from_config(defer_fsdp_grad_sync=None, reduce_grad_per_microb
             raise TypeError(f"{key} is {value!r}, a bool is needed")
     if None not in given.values() and defer_fsdp_grad_sync == reduce_grad_per_microbatch:
         raise ValueError(
-            f"distributed.defer_fsdp_grad_sync and pipeline.reduce_grad_per_microbatch are both {defer_fsdp_grad_sync}: "
-            "each is the other's inverse, so give one"
+            "distributed.defer_fsdp_grad_sync and pipeline.reduce_grad_per_microbatch are both "
+            f"{defer_fsdp_grad_sync}: each is the other's inverse, so give one"
         )
     if reduce_grad_per_microbatch is not None:
         return reduce_grad_per_microbatch

@@ -3,6 +3,7 @@
 gloo has no abort: in torch 2.11 to 2.13 ``ProcessGroup.abort()`` and ``shutdown()`` leave a waiting collective waiting.
 Shutting its TCP connections down ends every collective that runs on them, here and on the peers, within milliseconds.
 """
+
 import gc
 import os
 import socket
@@ -24,7 +25,7 @@ def _socket_fds():
             if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 yield int(name)
         except OSError:
-            pass                    # the listing's own descriptor, closed by now
+            pass  # the listing's own descriptor, closed by now
 
 
 def _cut(fd, spare_ports):
@@ -37,4 +38,4 @@ def _cut(fd, spare_ports):
             end.shutdown(socket.SHUT_RDWR)
             return True
     except OSError:
-        return False                # a listener, or gone already
+        return False  # a listener, or gone already

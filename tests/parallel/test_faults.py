@@ -1,4 +1,5 @@
 """Whatever happens to one rank, the others raise, soon, and name it."""
+
 import hashlib
 import os
 import signal
@@ -11,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tests.ranks import RanksFailed
 
 from automodel_c.parallel import faults
+from tests.ranks import RanksFailed
 
-PROMPT_S = 8.0                  # the promise is 30 s; alone on its cores it takes 2
+PROMPT_S = 8.0  # the promise is 30 s; alone on its cores it takes 2
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def busy_python():
 
 
 def busy_c():
-    hashlib.pbkdf2_hmac("sha256", b"", b"", 3_000_000)      # seconds without the interpreter lock, not interruptible
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 3_000_000)  # seconds without the interpreter lock, not interruptible
 
 
 def body(case, rank, pair):
@@ -103,9 +104,11 @@ def test_guard_when_a_rank_is_killed(three, case):
 def test_guard_when_two_ranks_raise(three):
     answers = three.run(outcome, "two")
     firsts = {named for _, _, named, _, _ in answers if named is not None}
-    assert len(firsts) == 1                                  # one name everywhere, and the first keeps its own exception
+    assert len(firsts) == 1  # one name everywhere, and the first keeps its own exception
     first = firsts.pop()
-    assert answers[first][:2] == (("ValueError", "bad argument") if first == 1 else ("KeyError", f"'mine, on rank {first}'"))
+    assert answers[first][:2] == (
+        ("ValueError", "bad argument") if first == 1 else ("KeyError", f"'mine, on rank {first}'")
+    )
     for rank, (name, text, _, took, left) in enumerate(answers):
         assert took < PROMPT_S and left == [False, 0]
         assert rank == first or (name == "RankFailure" and text.startswith(f"rank {first} failed: "))
@@ -209,7 +212,10 @@ def test_guard_ends_a_rank_that_nothing_unblocks(three):
     with pytest.raises(RanksFailed) as failed:
         three.run(never_returns, grace=20)
     assert failed.value.reports[0] == failed.value.reports[2] == "died with exit code 1"
-    assert "ValueError: bad argument" in failed.value.reports[1] and "rank 1 was the first to fail" in failed.value.reports[1]
+    assert (
+        "ValueError: bad argument" in failed.value.reports[1]
+        and "rank 1 was the first to fail" in failed.value.reports[1]
+    )
 
 
 def twice_well():
@@ -219,7 +225,7 @@ def twice_well():
             collective()
         with pytest.raises(SystemExit), faults.guard(group=dist.group.WORLD):
             collective()
-            sys.exit(0)                                      # a good end too
+            sys.exit(0)  # a good end too
     time.sleep(0.1)
     collective()
     after = threading.active_count(), signal.getsignal(signal.SIGURG), len(os.listdir("/proc/self/fd"))
@@ -239,6 +245,7 @@ def test_guard_without_a_process_group():
 
 def test_rank_failure_travels():
     import pickle
+
     copy = pickle.loads(pickle.dumps(faults.RankFailure(3, "no more memory")))
     assert isinstance(copy, RuntimeError) and (copy.rank, copy.message) == (3, "no more memory")
     assert str(copy) == "rank 3 failed: no more memory"
@@ -248,8 +255,23 @@ def test_rank_failure_travels():
 def test_guard_under_torchrun(where):
     """Rank 0 waits for rank 1 to join, or in a collective under a second guard."""
     script = Path(__file__).with_name("torchrun_fault.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), where]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False,
-                          env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(script),
+        where,
+    ]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
     assert done.returncode != 0
     assert "saw RankFailure: rank 1 failed: ValueError: bad argument" in done.stderr, done.stderr[-3000:]

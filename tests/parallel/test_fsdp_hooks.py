@@ -1,17 +1,18 @@
-"""FSDP2 with our reduce-scatter against float64 sums over the ranks, with torch's own reduce-scatter as the plain twin."""
+"""FSDP2 with our reduce-scatter against float64 sums over the ranks; torch's own reduce-scatter is the plain twin."""
+
 import copy
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from tests.ranks import RanksFailed
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from automodel_c.parallel import install_comm_hooks, sum_gradients
 from automodel_c.parallel.fsdp_hooks import ReduceParts, scale_of
+from tests.ranks import RanksFailed
 
 BF16 = torch.bfloat16
 
@@ -87,7 +88,7 @@ def check_gradients(scaling, wire):
     ours, plain = results
     factor = {"mean": 1 / world, "sum": 1.0, "factor": 1 / 3}[scaling]
     truth = {name: g * factor for name, g in oracle([0], 4).items()}
-    if scaling == "factor":                                  # gloo has no PREMUL_SUM of its own: scale the mean
+    if scaling == "factor":  # gloo has no PREMUL_SUM of its own: scale the mean
         plain = {name: g * (world / 3) for name, g in plain.items()}
     assert_as_good(ours, plain, truth)
     return [float(p.grad.to_local().numel()) for p in model.parameters()]
@@ -98,7 +99,7 @@ def check_gradients(scaling, wire):
 @pytest.mark.parametrize("scaling", ["mean", "sum", "factor"])
 def test_install_comm_hooks(rank_pools, world, scaling, wire):
     shards = rank_pools(world).run(check_gradients, scaling, wire)
-    assert any(0.0 in local for local in shards)             # a rank with an empty shard took part
+    assert any(0.0 in local for local in shards)  # a rank with an empty shard took part
 
 
 def check_slice_of_all_reduce(lengths, dtype, out_dtype, op_name):
@@ -106,19 +107,24 @@ def check_slice_of_all_reduce(lengths, dtype, out_dtype, op_name):
     world, rank = dist.get_world_size(), dist.get_rank()
     op = dist.ReduceOp.PREMUL_SUM(0.125) if op_name == "premul" else getattr(dist.ReduceOp, op_name)
     for n in lengths:
-        inputs = [torch.randn(world * n, generator=torch.Generator().manual_seed(7 * n + r)).to(dtype) for r in range(world)]
+        inputs = [
+            torch.randn(world * n, generator=torch.Generator().manual_seed(7 * n + r)).to(dtype) for r in range(world)
+        ]
         out = torch.full((n,), float("nan"), dtype=out_dtype)
         ReduceParts()(out, inputs[rank], dist.group.WORLD, op)
         total = inputs[0].float()
         for r in range(1, world):
             total = total + inputs[r].float()
         want = (total * np.float32(scale_of(op, world)).item()).to(out_dtype)
-        assert torch.equal(out, want[rank * n:(rank + 1) * n]), n
+        assert torch.equal(out, want[rank * n : (rank + 1) * n]), n
 
 
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("dtype,out_dtype", [(torch.float32, torch.float32), (BF16, torch.float32), (BF16, BF16)],
-                         ids=["fp32", "bf16-fp32", "bf16"])
+@pytest.mark.parametrize(
+    "dtype,out_dtype",
+    [(torch.float32, torch.float32), (BF16, torch.float32), (BF16, BF16)],
+    ids=["fp32", "bf16-fp32", "bf16"],
+)
 @pytest.mark.parametrize("op", ["SUM", "AVG", "premul"])
 def test_reduce_scatter_is_a_slice_of_the_all_reduce(rank_pools, world, dtype, out_dtype, op):
     rank_pools(world).run(check_slice_of_all_reduce, [0, 1, 15, 257, 40_000], dtype, out_dtype, op)
@@ -191,9 +197,15 @@ def refuse(case):
         ReduceParts()(x[:1], x, dist.group.WORLD, dist.ReduceOp.SUM, async_op=True)
 
 
-@pytest.mark.parametrize("case,error,words", [
-    ("no unit", "ValueError", "Net has no FSDP2 unit"), ("wire", "TypeError", "wire_dtype is torch.float16"),
-    ("op", "NotImplementedError", "SUM, AVG and PREMUL_SUM"), ("async", "ValueError", "async_op")])
+@pytest.mark.parametrize(
+    "case,error,words",
+    [
+        ("no unit", "ValueError", "Net has no FSDP2 unit"),
+        ("wire", "TypeError", "wire_dtype is torch.float16"),
+        ("op", "NotImplementedError", "SUM, AVG and PREMUL_SUM"),
+        ("async", "ValueError", "async_op"),
+    ],
+)
 def test_install_comm_hooks_refuses(ranks, case, error, words):
     with pytest.raises(RanksFailed) as failed:
         ranks.run(refuse, case)

@@ -1,12 +1,13 @@
 """When gradients are reduced: what stays alive, what the sums are, and the recipe's two keys."""
+
 import pytest
 import torch
 import torch.distributed as dist
-from tests.parallel.test_fsdp_hooks import BF16, Net, assert_as_good, build, data, full_grads, oracle, shard
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from automodel_c.parallel import grad_reduction_from_config, install_comm_hooks, set_grad_reduction, sum_gradients
 from automodel_c.parallel.fsdp_units import param_group, trainable, units
+from tests.parallel.test_fsdp_hooks import BF16, Net, assert_as_good, build, data, full_grads, oracle, shard
 
 
 def full_size_gradient_bytes(model):
@@ -21,7 +22,7 @@ def full_size_gradient_bytes(model):
 
 def _reduce_states(context):
     states = getattr(context, "reduce_scatter_states", None)
-    if states is None:                                                              # torch 2.11
+    if states is None:  # torch 2.11
         states = [context.reduce_scatter_state] if context.reduce_scatter_state else []
     return states
 
@@ -75,7 +76,7 @@ def test_set_grad_reduction_accumulates(ranks, policy):
 
 
 def check_two_steps():
-    """F3: microbatches of different lengths, and a second step after zero_grad: nothing is lost, nothing is left over."""
+    """F3: microbatches of different lengths, and a second step after zero_grad: nothing is lost or left over."""
     world = dist.get_world_size()
     per, held = shard(build()), shard(build())
     for seeds, rows in (([0, 1], [4, 9]), ([2, 3], [9, 2])):
@@ -121,12 +122,12 @@ def check_dp_and_cp_agree():
     rows = data(0, 0, 8)
     grads = []
     for mesh_shape in ((world,), (2, world // 2)):
-        mesh = dist.device_mesh.init_device_mesh("cpu", mesh_shape, mesh_dim_names=("dp", "cp")[:len(mesh_shape)])
+        mesh = dist.device_mesh.init_device_mesh("cpu", mesh_shape, mesh_dim_names=("dp", "cp")[: len(mesh_shape)])
         mesh = mesh if len(mesh_shape) == 1 else mesh._flatten("dp_cp")
-        assert mesh.size() == world                          # C4: the group that sums has the ranks it should
+        assert mesh.size() == world  # C4: the group that sums has the ranks it should
         model = shard(build(), mesh=mesh)
         sum_gradients(model)
-        model(rows[rank * 2:rank * 2 + 2]).backward()
+        model(rows[rank * 2 : rank * 2 + 2]).backward()
         grads.append(full_grads(model))
     assert all(torch.equal(grads[0][name], grads[1][name]) for name in grads[0])
     whole = {dtype: build().to(dtype) for dtype in (torch.float32, torch.float64)}
@@ -146,13 +147,13 @@ def check_bf16_parameters(hooks, microbatches, reduce_dtype):
     if hooks:
         install_comm_hooks(model)
     sums = []
-    for _ in range(2):                                       # the second step starts from nothing
+    for _ in range(2):  # the second step starts from nothing
         for i in range(microbatches):
-            x = torch.full((1, 4), 1.0 if i == 0 else 2.0 ** -9, dtype=BF16)
+            x = torch.full((1, 4), 1.0 if i == 0 else 2.0**-9, dtype=BF16)
             model(x).sum().backward()
         sums.append(model.weight.grad.full_tensor())
         model.zero_grad()
-    for i in range(2):                                       # zeroed in place, which the hook is not told
+    for i in range(2):  # zeroed in place, which the hook is not told
         model(torch.full((1, 4), 2.0, dtype=BF16)).sum().backward()
         if i == 0:
             model.zero_grad(set_to_none=False)
@@ -163,12 +164,12 @@ def check_bf16_parameters(hooks, microbatches, reduce_dtype):
 @pytest.mark.parametrize("reduce_dtype", [BF16, torch.float32], ids=["bf16", "fp32"])
 def test_bf16_parameters_accumulate_in_fp32(ranks, reduce_dtype):
     microbatches = 1 + 256
-    true = torch.full((5, 4), 1 + 256 * 2.0 ** -9)
+    true = torch.full((5, 4), 1 + 256 * 2.0**-9)
     for first, second, zeroed in ranks.run(check_bf16_parameters, True, microbatches, reduce_dtype):
         assert torch.equal(first.float(), true) and torch.equal(second.float(), true)
         assert torch.equal(zeroed.float(), torch.full((5, 4), 2.0))
     torchs = ranks.run(check_bf16_parameters, False, microbatches, reduce_dtype)[0][0]
-    assert torch.equal(torchs.float(), torch.ones(5, 4))     # what the accumulator is for
+    assert torch.equal(torchs.float(), torch.ones(5, 4))  # what the accumulator is for
 
 
 class Recorder(torch.nn.Module):
@@ -185,7 +186,9 @@ def check_flags():
     calls = []
     for name in ("set_is_last_backward", "set_reshard_after_backward", "set_requires_gradient_sync"):
         for unit in units(model):
-            setattr(unit, name, lambda value, name=name, unit=unit, recurse=True: calls.append((name, value, type(unit))))
+            setattr(
+                unit, name, lambda value, name=name, unit=unit, recurse=True: calls.append((name, value, type(unit)))
+            )
     set_grad_reduction(model, False)
     set_grad_reduction(model, True)
     return len(calls), len(set(calls))
@@ -195,16 +198,27 @@ def test_set_grad_reduction_sets_each_unit_once(ranks):
     assert ranks.run(check_flags) == [(12, 12)] * 2
 
 
-@pytest.mark.parametrize("defer,per_microbatch,want", [
-    (None, None, False), (True, None, False), (False, None, True), (None, True, True), (None, False, False),
-    (True, False, False), (False, True, True)])
+@pytest.mark.parametrize(
+    "defer,per_microbatch,want",
+    [
+        (None, None, False),
+        (True, None, False),
+        (False, None, True),
+        (None, True, True),
+        (None, False, False),
+        (True, False, False),
+        (False, True, True),
+    ],
+)
 def test_grad_reduction_from_config(defer, per_microbatch, want):
     assert grad_reduction_from_config(defer, per_microbatch) is want
 
 
 @pytest.mark.parametrize("both", [True, False])
 def test_grad_reduction_from_config_disagrees(both):
-    with pytest.raises(ValueError, match=f"defer_fsdp_grad_sync and pipeline.reduce_grad_per_microbatch are both {both}"):
+    with pytest.raises(
+        ValueError, match=f"defer_fsdp_grad_sync and pipeline.reduce_grad_per_microbatch are both {both}"
+    ):
         grad_reduction_from_config(both, both)
 
 

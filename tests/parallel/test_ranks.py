@@ -1,4 +1,5 @@
 """The harness itself: results in order, every traceback, and no hang."""
+
 import os
 import signal
 import time
@@ -6,6 +7,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+
 from tests.ranks import RanksFailed
 
 
@@ -63,11 +65,17 @@ def test_run_shows_every_traceback(ranks):
         assert "in both_raise" in str(failed.value)
 
 
-@pytest.mark.parametrize("worker,limits,said", [
-    pytest.param(one_never_arrives, {"grace": 0.5}, {1: "rank 1 stays away", 0: "in one_never_arrives"}, id="blocked"),
-    pytest.param(one_is_killed, {}, {0: "died with exit code -9"}, id="killed"),
-    pytest.param(sleeper, {"timeout": 0.5}, {0: "in sleeper", 1: "in sleeper"}, id="timeout"),
-    pytest.param(unpicklable, {}, {0: "pickle", 1: "pickle"}, id="unpicklable")])
+@pytest.mark.parametrize(
+    "worker,limits,said",
+    [
+        pytest.param(
+            one_never_arrives, {"grace": 0.5}, {1: "rank 1 stays away", 0: "in one_never_arrives"}, id="blocked"
+        ),
+        pytest.param(one_is_killed, {}, {0: "died with exit code -9"}, id="killed"),
+        pytest.param(sleeper, {"timeout": 0.5}, {0: "in sleeper", 1: "in sleeper"}, id="timeout"),
+        pytest.param(unpicklable, {}, {0: "pickle", 1: "pickle"}, id="unpicklable"),
+    ],
+)
 def test_run_after_a_failure(ranks, worker, limits, said):
     before = time.monotonic()
     with pytest.raises(RanksFailed) as failed:

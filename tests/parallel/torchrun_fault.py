@@ -1,4 +1,5 @@
 """A rank's main for test_faults.py: rank 1 fails while rank 0 waits for it; argument: where rank 0 waits."""
+
 import os
 import signal
 import sys
@@ -21,7 +22,7 @@ def work(where):
         dist.all_reduce(torch.ones(3))
 
 
-signal.signal(signal.SIGTERM, signal.SIG_IGN)           # torchrun ends the others at once; this one has something to say
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends the others at once; this one has something to say
 try:
     with faults.guard():
         work(sys.argv[1])
