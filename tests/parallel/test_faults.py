@@ -181,6 +181,7 @@ def test_guard_when_the_stores_host_ends_first(three):
 
 
 def leave_early():
+    faults._LINGER_S = 0.6
     rank = dist.get_rank()
     try:
         with faults.guard():

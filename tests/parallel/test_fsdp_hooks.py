@@ -38,7 +38,13 @@ def build(dtype=torch.float32):
     return Net().to(dtype)
 
 
+def cpu_mesh():
+    """FSDP2 would take the GPU of a machine that has one."""
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
 def shard(model, hooks=True, mesh=None, wire_dtype=None, **policy):
+    mesh = mesh or cpu_mesh()
     for module in (model.up, model.down):
         fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(**policy))
     fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(**policy))
@@ -105,7 +111,7 @@ def test_install_comm_hooks(rank_pools, world, scaling, wire):
 def check_slice_of_all_reduce(lengths, dtype, out_dtype, op_name):
     """A buffer of R slices of each length: to the bit the sum in rank order, the same from every rank's place."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    op = dist.ReduceOp.PREMUL_SUM(0.125) if op_name == "premul" else getattr(dist.ReduceOp, op_name)
+    op = dist._make_nccl_premul_sum(0.125) if op_name == "premul" else getattr(dist.ReduceOp, op_name)
     for n in lengths:
         inputs = [
             torch.randn(world * n, generator=torch.Generator().manual_seed(7 * n + r)).to(dtype) for r in range(world)
@@ -171,7 +177,7 @@ def check_sharded_head():
     torch.manual_seed(3)
     head = nn.Linear(32, 64, bias=False)
     plain, truth = copy.deepcopy(head), copy.deepcopy(head).double()
-    install_comm_hooks(fully_shard(head))
+    install_comm_hooks(fully_shard(head, mesh=cpu_mesh()))
     tokens = [torch.randn(8, 32, generator=torch.Generator().manual_seed(r)) for r in range(2)]
     head(tokens[rank]).square().sum().backward()
     for t in tokens:
