@@ -129,8 +129,9 @@ def test_guard_when_all_ranks_fail_alike(three):
 
 
 def host_fails(killed):
-    """Rank 0 hosts the store, fails and is gone at once."""
+    """Rank 0 hosts the store, fails and is gone at once; rank 1 asks the store once a second only."""
     rank = dist.get_rank()
+    faults._POLL_S = 1.0 if rank == 1 else faults._POLL_S
     host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
     port = [host.port if host else None]
     dist.broadcast_object_list(port)
