@@ -284,6 +284,30 @@ static int join_device(am_py_call *call, const char *name, const am_tensor *t, c
     return api->current_work_stream(DL_CUDA, t->dev_index, &ex->stream);
 }
 
+/* The producer could not describe its tensor: ValueError with the argument's name, its own exception as the cause. */
+static int table_failed(const am_py_call *call, const char *name)
+{
+    PyObject *type, *cause, *trace, *value;
+    PyErr_Fetch(&type, &cause, &trace);
+    PyErr_NormalizeException(&type, &cause, &trace);
+    if (cause != NULL && !PyErr_GivenExceptionMatches(cause, PyExc_RuntimeError) &&
+        !PyErr_GivenExceptionMatches(cause, PyExc_BufferError)) {
+        PyErr_Restore(type, cause, trace);
+        return -1;
+    }
+    Py_XDECREF(type);
+    Py_XDECREF(trace);
+    PyErr_Format(PyExc_ValueError, "%s: argument '%s' has no memory that can be read here (a meta or sparse tensor?)",
+                 call->fname, name);
+    if (cause == NULL)
+        return -1;
+    PyErr_Fetch(&type, &value, &trace);
+    PyErr_NormalizeException(&type, &value, &trace);
+    PyException_SetCause(value, cause);
+    PyErr_Restore(type, value, trace);
+    return -1;
+}
+
 int am_py_tensor(am_py_call *call, PyObject *obj, const char *name, int writable, am_tensor *t)
 {
     int rc;
@@ -292,12 +316,8 @@ int am_py_tensor(am_py_call *call, PyObject *obj, const char *name, int writable
         return -1;
     if (api != NULL) {
         DLTensor d;
-        if (api->dltensor_from_py_object_no_sync(obj, &d) != 0) {
-            if (!PyErr_Occurred())
-                PyErr_Format(PyExc_RuntimeError, "%s: argument '%s' could not be read through its exchange table",
-                             call->fname, name);
-            return -1;
-        }
+        if (api->dltensor_from_py_object_no_sync(obj, &d) != 0)
+            return table_failed(call, name);
         rc = read_dltensor(call, name, &d, t);
     } else if (am_py_is_ndarray(obj)) {
         rc = am_py_from_ndarray(call, obj, name, writable, t);
@@ -307,14 +327,16 @@ int am_py_tensor(am_py_call *call, PyObject *obj, const char *name, int writable
     return rc < 0 ? -1 : join_device(call, name, t, api);
 }
 
+/* The list or tuple itself is read: a subclass may lie about its length. An item may run Python code, so it is held. */
 static int index_from_sequence(am_py_call *call, PyObject *obj, const char *name, am_i64_array *out)
 {
-    const Py_ssize_t n = PySequence_Size(obj);
-    int64_t *data = n < 0 ? NULL : am_py_alloc(call, (size_t)n * sizeof *data);
+    const int is_list = PyList_Check(obj);
+    const Py_ssize_t n = is_list ? PyList_Size(obj) : PyTuple_Size(obj);
+    int64_t *data = am_py_alloc(call, (size_t)n * sizeof *data);
     if (data == NULL)
         return -1;
     for (Py_ssize_t i = 0; i < n; i++) {
-        PyObject *item = PySequence_GetItem(obj, i);
+        PyObject *item = Py_XNewRef(is_list ? PyList_GetItem(obj, i) : PyTuple_GetItem(obj, i));
         if (item == NULL)
             return -1;
         if (PyBool_Check(item) || !PyIndex_Check(item)) {
