@@ -6,6 +6,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 export PYTHONPATH := .
 ASAN_LIBS = $(shell gcc -print-file-name=libasan.so):$(shell gcc -print-file-name=libubsan.so)
+ASAN_COPY := automodel_c tests benchmarks csrc examples tools setup.py pyproject.toml README.md Makefile
 C_FILES := $(shell git ls-files 'csrc/*.[ch]' 'csrc/*.inc' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.c')
 
 .DEFAULT_GOAL := help
@@ -34,8 +35,8 @@ test-isa: build ## tests/core and tests/ops once with each row of CPU kernels as
 	for isa in scalar avx2 avx512 avx512_bf16; do AM_ISA=$$isa $(PY) -m pytest -q tests/core tests/ops || exit 1; done
 
 asan: venv ## tests/core and tests/ops with AddressSanitizer and UBSan, built apart in build/asan
-	rm -rf build/asan && mkdir -p build/asan
-	cp -r automodel_c tests benchmarks csrc examples setup.py pyproject.toml build/asan/
+	mkdir -p build/asan && cd build/asan && rm -rf $(ASAN_COPY)
+	cp -r $(ASAN_COPY) build/asan/
 	rm -f build/asan/automodel_c/*.so
 	cd build/asan && AM_CUDA=0 AM_SANITIZE=address $(abspath $(PY)) setup.py -q build_ext --inplace
 	cd build/asan && LD_PRELOAD=$(ASAN_LIBS) PYTHONMALLOC=malloc \
