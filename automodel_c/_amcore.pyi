@@ -45,3 +45,12 @@ def adam_step(
     found_inf: Tensor | None = None,  # float32 [1]; not 0: nothing is written
     grad_scale: Tensor | None = None,  # float32 [1]; gradients are divided by it
 ) -> None: ...
+def grad_sumsq(
+    sumsq: Tensor,  # float64 [1], written
+    parts: Tensor,  # float64 [1024], written: scratch
+    grads: Tensors,  # float32 or bfloat16, dense
+) -> None: ...
+def scale_(
+    tensors: Tensors,  # float32 or bfloat16, dense, written
+    factor: Tensor,  # float64 [1]; exactly 1: nothing is written
+) -> None: ...
