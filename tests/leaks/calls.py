@@ -154,6 +154,21 @@ def clip_calls():
     yield Call("scale_", "missing", lambda: ((lists(),), {}), TypeError)
 
 
+def reduce_parts(label, raises=None, out=lambda: torch.zeros(3), parts=lambda: torch.ones(2, 3), **scale):
+    return Call("comm_reduce_parts", label, lambda: ((out(), parts()), scale or {"scale": 1.0}), raises)
+
+
+def comm_calls():
+    yield reduce_parts("plain")
+    yield reduce_parts("numpy", out=lambda: np.zeros(3, np.float32))
+    yield reduce_parts("shape", ValueError, out=lambda: torch.zeros(4))
+    yield reduce_parts("dtype", TypeError, out=lambda: torch.zeros(3, dtype=torch.int32))
+    yield reduce_parts("read-only", ValueError, out=lambda: read_only(3))
+    yield reduce_parts("scale", ValueError, scale=float("nan"))
+    yield reduce_parts("scale-huge", ValueError, scale=10**400)
+    yield reduce_parts("missing", TypeError, other=1.0)
+
+
 CALLS = [
     ok("build_info", "plain", lambda: ((), {})),
     ok("set_isa", "scalar", lambda: (("scalar",), {})),
@@ -171,4 +186,5 @@ CALLS = [
     *frames(),
     *adam_calls(),
     *clip_calls(),
+    *comm_calls(),
 ]
