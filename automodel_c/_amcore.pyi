@@ -54,3 +54,6 @@ def scale_(
     tensors: Tensors,  # float32 or bfloat16, dense, written
     factor: Tensor,  # float64 [1]; exactly 1: nothing is written
 ) -> None: ...
+
+# comm
+def comm_reduce_parts(out: Tensor, parts: Tensor, *, scale: float) -> None: ...
