@@ -2,8 +2,8 @@
 
 python -m benchmarks.ops.bench_comm [--shape NAME ...] [--json PATH] [--min-ratio R] [--no-gate] [--ranks N]
 
-Every row first passes its gate, the error rule against float64, ours and each peer's. Rounds are interleaved. A ratio is
-the peer's median over ours; `self` is ours over ours, the spread inside which ratios are equal.
+Every row first passes its gate, the error rule against float64, ours and each peer's. Rounds are interleaved. A ratio
+is the peer's median over ours; `self` is ours over ours, the spread inside which ratios are equal.
 """
 
 import argparse
