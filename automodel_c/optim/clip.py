@@ -3,6 +3,7 @@
 import torch
 
 from automodel_c import _amcore
+from automodel_c.ops import _alloc
 from automodel_c.optim.local import is_dtensor, to_local
 
 _SUMSQ_PARTS = 1024  # AM_SUMSQ_PARTS of csrc/adam/clip.h
@@ -58,8 +59,8 @@ def _sum_of_squares(params, sharding):
             by_device.setdefault(grad.device, []).append(grad)
     total = torch.zeros(1, dtype=torch.float64, device=params[0].device)
     for device, grads in by_device.items():
-        own = torch.empty(1, dtype=torch.float64, device=device)
-        _amcore.grad_sumsq(own, torch.empty(_SUMSQ_PARTS, dtype=torch.float64, device=device), grads)
+        own = _alloc.empty((1,), torch.float64, device)
+        _amcore.grad_sumsq(own, _alloc.empty((_SUMSQ_PARTS,), torch.float64, device), grads)
         total += own.to(total.device)
     if sharding is None:
         return total
