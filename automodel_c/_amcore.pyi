@@ -2,8 +2,7 @@
 
 Errors of every function: ValueError (a value, a shape, a device), TypeError (a dtype, a kind of object),
 NotImplementedError (no such kernel), MemoryError, RuntimeError (the device said no), BufferError (a major version of
-DLPack other than 1). Inputs are checked before
-anything is written.
+DLPack other than 1). Inputs are checked before anything is written.
 """
 
 from collections.abc import Sequence
