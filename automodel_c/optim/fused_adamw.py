@@ -3,7 +3,7 @@
 import torch
 
 from automodel_c import _amcore
-from automodel_c.optim.local import host_scalar, is_dtensor, to_local
+from automodel_c.optim.local import any_dtensor, host_scalar, to_local
 
 _MASTER_WEIGHTS = (True, False, "remainder")
 _STATE_DTYPES = (torch.float32, torch.bfloat16)
@@ -80,9 +80,8 @@ class FusedAdamW(torch.optim.Optimizer):
         if not self._state_complete:
             self._complete_state()
         groups = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
-        devices = dict.fromkeys(p.device for params in groups for p in params)
-        for device in devices:
-            mine = groups if len(devices) == 1 else [[p for p in params if p.device == device] for params in groups]
+        for device in self._devices:
+            mine = groups if len(self._devices) == 1 else [[p for p in ps if p.device == device] for ps in groups]
             self._step_on(device, mine, found_inf, grad_scale)
         return loss
 
@@ -97,12 +96,14 @@ class FusedAdamW(torch.optim.Optimizer):
         exp_avg_sqs = [s["exp_avg_sq"] for s in states]
         none = torch.empty(0, device=device)
         masters = [s.get("master_param", none) for s in states]
-        written = [params, exp_avgs, exp_avg_sqs, masters]
-        if any(map(is_dtensor, params)):
+        if all(m is none for m in masters):
+            masters = None
+        written = [params, exp_avgs, exp_avg_sqs, masters or []]
+        if any_dtensor(params):
             grads = [to_local(t) for t in grads]
             locals_ = [[to_local(t) for t in tensors] for tensors in written]
             written += locals_
-            params, exp_avgs, exp_avg_sqs, masters = locals_
+            params, exp_avgs, exp_avg_sqs, masters = (*locals_[:3], locals_[3] or None)
         lrs = [group["lr"] for group in self.param_groups]
         on_device = [isinstance(lr, torch.Tensor) and lr.device == device != torch.device("cpu") for lr in lrs]
         betas = [group["betas"] for group in self.param_groups]
@@ -112,7 +113,7 @@ class FusedAdamW(torch.optim.Optimizer):
             exp_avg_sqs,
             [s["step"] for s in states],
             grads,
-            masters=masters if any(m is not none for m in masters) else None,
+            masters=masters,
             group_sizes=list(map(len, groups)),
             lr=[0.0 if there else float(lr) for lr, there in zip(lrs, on_device, strict=True)],
             beta1=[float(beta1) for beta1, _ in betas],
@@ -130,7 +131,8 @@ class FusedAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _complete_state(self):
-        """Make what is missing of the state of every parameter that can have a gradient."""
+        """Make what is missing of the state of every parameter that can have a gradient; note where they all are."""
+        self._devices = list(dict.fromkeys(p.device for group in self.param_groups for p in group["params"]))
         for group in self.param_groups:
             for p in group["params"]:
                 if not p.requires_grad and p.grad is None:

@@ -12,6 +12,10 @@ def is_dtensor(tensor):
     return isinstance(tensor, DTensor)
 
 
+def any_dtensor(tensors):
+    return any(issubclass(kind, DTensor) for kind in set(map(type, tensors)))
+
+
 def to_local(tensor):
     """The plain tensor behind `tensor`, memory shared: a DTensor's own shard, waited for. Called under no_grad."""
     if not isinstance(tensor, DTensor):

@@ -137,6 +137,9 @@ static am_status check_dtypes(const am_adam_args *a, int64_t i)
 static am_status check_layout(const char *name, const am_tensor *t, const am_tensor *p, int64_t i)
 {
     const long long at = i;
+    const size_t dims = (size_t)p->ndim * sizeof *p->shape;
+    if (t->ndim == p->ndim && memcmp(t->shape, p->shape, dims) == 0 && memcmp(t->stride, p->stride, dims) == 0)
+        return AM_OK; /* nearly always; what follows allows odd strides that address nothing, and finds the words */
     AM_CHECK(am_numel(t) == am_numel(p), AM_ERR_SHAPE, "adam_step: %s[%lld] has %lld elements, params[%lld] has %lld",
              name, at, (long long)am_numel(t), at, (long long)am_numel(p));
     AM_CHECK(t->ndim == p->ndim, AM_ERR_SHAPE, "adam_step: %s[%lld] has %d axes, params[%lld] has %d", name, at,

@@ -40,7 +40,7 @@ typedef struct am_py_spec {
     void *target;
 } am_py_spec;
 
-enum { AM_PY_MAX_ARGS = 40 };
+enum { AM_PY_MAX_ARGS = 40, AM_PY_ROOM = 1024 };
 
 typedef struct am_py_sig { /* one static per function: interned keyword names, filled at its first call */
     PyObject *names[AM_PY_MAX_ARGS];
@@ -57,6 +57,8 @@ typedef struct am_py_call {
     int have_device;
     int stream_from_producer; /* the stream came from an exchange table */
     am_py_hold *holds;
+    size_t room_used;
+    _Alignas(16) char room[AM_PY_ROOM]; /* the first allocations: a call with short lists asks malloc for nothing */
 } am_py_call;
 
 int am_py_parse(am_py_call *call, am_py_sig *sig, const am_py_spec *spec, int n_spec, PyObject *const *argv,

@@ -26,6 +26,11 @@ static am_py_hold *hold_new(am_py_call *call, size_t extra)
 
 void *am_py_alloc(am_py_call *call, size_t bytes)
 {
+    if (bytes <= AM_PY_ROOM - call->room_used) {
+        void *const at = call->room + call->room_used;
+        call->room_used += (bytes + 15) / 16 * 16;
+        return at;
+    }
     am_py_hold *h = hold_new(call, bytes ? bytes : 1);
     return h ? (void *)(h + 1) : NULL;
 }
@@ -179,8 +184,11 @@ static int parse_list(am_py_call *call, PyObject *obj, const char *name, int wri
     if (out->items == NULL)
         return -1;
     char indexed[96];
-    (void)PyOS_snprintf(indexed, sizeof indexed - 24, "%s[", name);
-    char *const index = indexed + strlen(indexed);
+    size_t length = strlen(name);
+    length = length < sizeof indexed - 24 ? length : sizeof indexed - 24;
+    memcpy(indexed, name, length);
+    indexed[length] = '[';
+    char *const index = indexed + length + 1;
     for (Py_ssize_t i = 0; i < n; i++) { /* the item is borrowed, and reading one may run Python code: hold it */
         PyObject *item = is_list ? PyList_GetItem(obj, i) : PyTuple_GetItem(obj, i);
         if (item == NULL)
