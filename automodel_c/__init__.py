@@ -1,0 +1,1 @@
+"""automodel_c: fine-tune Qwen3.5 vision-language models."""
