@@ -11,7 +11,13 @@ USAGE_ERROR = 2
 
 def main(argv=None):
     """Runs the command line and returns the exit status; usage errors print one line and no traceback."""
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    overrides = [word for word in rest if not word.startswith("-")]  # argparse stops collecting them at an option
+    if len(overrides) < len(rest) or (rest and not hasattr(arguments, "overrides")):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if overrides:
+        arguments.overrides = [*arguments.overrides, *overrides]
     return arguments.run(arguments)
 
 
