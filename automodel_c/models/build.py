@@ -78,7 +78,6 @@ def build_model(section, processor_section, how, processor_how):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, **overrides)
         model = AutoModelForImageTextToText.from_pretrained(
             folder, config=config, dtype=dtype, attn_implementation=section.attn_implementation, local_files_only=True)
-    model.config.use_cache = model.config.text_config.use_cache = False
     return model, processor
 
 

@@ -8,6 +8,8 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
+from .gates import published_name
+
 
 def full_state_dict(model):
     """The whole, unsharded state on the CPU on rank 0 of the default group, {} elsewhere; call it on every rank."""
@@ -16,7 +18,7 @@ def full_state_dict(model):
     for name, tensor in model.state_dict().items():
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if keep:
-            state[name] = whole.detach().cpu().contiguous()
+            state[published_name(name)] = whole.detach().cpu().contiguous()
     return state
 
 
