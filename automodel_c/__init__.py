@@ -1,1 +1,24 @@
-"""automodel_c: fine-tune Qwen3.5 vision-language models."""
+"""Fine-tune Qwen3.5 vision-language models on long, packed, multimodal sequences.
+
+`frame_partition`, `docs_from_ids` and `Pack` need NumPy alone; `ops`, `optim`, `parallel` and `models` need torch and
+are imported at first use.
+"""
+
+import importlib
+
+from automodel_c._amcore import build_info
+from automodel_c.partition import Pack, docs_from_ids, frame_partition
+
+__all__ = ["Pack", "build_info", "docs_from_ids", "frame_partition"]
+
+_TORCH_MODULES = ("ops", "optim", "parallel", "models")
+
+
+def __getattr__(name):
+    if name in _TORCH_MODULES:
+        return importlib.import_module(f"automodel_c.{name}")
+    raise AttributeError(f"module 'automodel_c' has no attribute {name!r}")
+
+
+def __dir__():
+    return sorted([*__all__, *_TORCH_MODULES])
