@@ -56,7 +56,7 @@ def train(recipe, *, check=False):
 
     Returns the Evaluation of the held-out data, None when the recipe names none or with check.
     """
-    with parts.guard(), start_ranks(recipe) as runtime:
+    with start_ranks(recipe) as runtime, parts.guard():
         run = _build_or_complain(recipe, runtime)
         if check:
             _say(run, f"recipe is fine: {describe(run)}")
@@ -82,7 +82,13 @@ def _raised_here(error):
 
 
 def build(recipe, runtime):
-    """Builds a Run: data, model, optimizer, and the restored state where the recipe names one."""
+    """Builds a Run: data, model, optimizer, and the restored state where the recipe names one.
+
+    ValueError and NotImplementedError name the key that does not fit the data, the model or the number of ranks.
+    """
+    wanted = recipe.distributed.dp_size
+    if wanted not in (None, runtime.world):
+        raise ValueError(f"distributed.dp_size={wanted}, but {runtime.world} ranks were started")
     seed_model(recipe)
     model, processor = build_model(
         recipe.model, recipe.processor,

@@ -28,15 +28,9 @@ class Runtime:
 
 @contextmanager
 def start_ranks(recipe):
-    """Joins the process group that torchrun's environment describes (a group of one without it); leaves it at the end.
-
-    ValueError when distributed.dp_size is not the number of ranks.
-    """
+    """Joins the process group that torchrun's environment describes (a group of one without it); leaves it at the end."""
     backend = recipe.dist_env.backend or ("nccl" if torch.cuda.is_available() else "gloo")
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    wanted = recipe.distributed.dp_size
-    if wanted not in (None, world):
-        raise ValueError(f"distributed.dp_size={wanted}, but {world} ranks were started")
     device = torch.device("cpu")
     if "nccl" in backend:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
