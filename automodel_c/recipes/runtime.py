@@ -2,6 +2,7 @@
 
 import os
 import random
+import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -41,7 +42,10 @@ def start_ranks(recipe):
         timeout=timedelta(minutes=recipe.dist_env.timeout_minutes),
     )
     try:
-        yield Runtime(rank, world, device, init_device_mesh(device.type, (world,), mesh_dim_names=("dp",)))
+        with warnings.catch_warnings():
+            # transformers' models return views that nobody writes to, which is all that FSDP2 warns about
+            warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
+            yield Runtime(rank, world, device, init_device_mesh(device.type, (world,), mesh_dim_names=("dp",)))
     finally:
         dist.destroy_process_group()
 
