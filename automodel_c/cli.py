@@ -7,6 +7,9 @@ import sys
 from importlib import metadata
 
 USAGE_ERROR = 2
+_PACKAGES = (
+    "numpy", "torch", "transformers", "safetensors", "tokenizers", "pillow", "scikit-learn", "matplotlib",
+)
 
 
 def main(argv=None):
@@ -26,7 +29,7 @@ def _parser():
     verbs = parser.add_subparsers(required=True, metavar="train | doctor")
     train = verbs.add_parser("train", help="train by a recipe", description="Trains by a recipe (YAML).")
     train.add_argument("recipe", help="a YAML file, such as examples/digits.yaml")
-    train.add_argument("overrides", nargs="*", metavar="key=value", help="recipe keys to set, dotted: optimizer.lr=1e-3")
+    train.add_argument("overrides", nargs="*", metavar="key=value", help="recipe keys to set: optimizer.lr=1e-3")
     train.add_argument("--nproc", type=_positive, help="start so many ranks on this machine with torchrun")
     train.add_argument("--check", action="store_true", help="read the recipe and build everything, but do not train")
     train.set_defaults(run=_train)
@@ -94,7 +97,7 @@ def _start_ranks(arguments):
 
 def _doctor(_):
     print(f"python {platform.python_version()} on {platform.machine()}, {os.cpu_count()} cores")
-    for package in ("torch", "transformers", "numpy", "safetensors", "tokenizers", "pillow", "scikit-learn", "matplotlib"):
+    for package in _PACKAGES:
         try:
             print(f"{package} {metadata.version(package)}")
         except metadata.PackageNotFoundError:

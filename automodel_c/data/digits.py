@@ -36,7 +36,7 @@ def _write_images(folder):
     digits = load_digits()
     seen = [0] * 10
     lines = {"train": [], "held_out": []}
-    for number, (pixels, digit) in enumerate(zip(digits.images, digits.target.tolist())):
+    for number, (pixels, digit) in enumerate(zip(digits.images, digits.target.tolist(), strict=True)):
         name = f"{number:04d}.png"
         grey = Image.fromarray((pixels * 255 / 16).round().astype("uint8"))
         grey.resize((SIDE, SIDE), Image.Resampling.NEAREST).save(folder / name)

@@ -58,7 +58,7 @@ def _tokens(messages, processor):
         prompt = processor.render(messages[:turn], generation_prompt=True)
         whole = processor.render(messages[:turn + 1])
         if whole[:len(prompt)] != prompt or prompt[:len(ids)] != ids:
-            raise ValueError(f"encode_conversation: the chat template changes the prompt of turn {turn} when it is answered")
+            raise ValueError(f"encode_conversation: the chat template changes turn {turn}'s prompt once it is answered")
         end = _end_of_turn(whole, len(prompt), processor.eos_token_id)
         is_label += [False] * (len(prompt) - len(ids)) + [i < end for i in range(len(prompt), len(whole))]
         ids = whole
@@ -77,7 +77,8 @@ def _expand_images(ids, is_label, grid, processor):
     """Repeats each image placeholder once for every merged patch of its image."""
     places = (ids == processor.image_token_id).nonzero().flatten()
     if len(places) != len(grid):
-        raise ValueError(f"encode_conversation: the text holds {len(places)} image placeholders, images are {len(grid)}")
+        raise ValueError(
+            f"encode_conversation: the text holds {len(places)} image placeholders, images are {len(grid)}")
     repeats = torch.ones_like(ids)
     repeats[places] = grid.prod(1) // processor.merge_size**2
     return ids.repeat_interleave(repeats), is_label.repeat_interleave(repeats)

@@ -20,7 +20,8 @@ class GlobalBatchSampler:
                 f" local_batch_size * ranks = {local_batch_size} * {dp_size}"
             )
         if samples < global_batch_size:
-            raise ValueError(f"the data set has {samples} samples, step_scheduler.global_batch_size={global_batch_size}")
+            raise ValueError(
+                f"the data set has {samples} samples, step_scheduler.global_batch_size={global_batch_size}")
         self.samples = samples
         self.global_batch_size, self.local_batch_size = global_batch_size, local_batch_size
         self.dp_rank, self.dp_size = dp_rank, dp_size
@@ -30,6 +31,8 @@ class GlobalBatchSampler:
         self.steps = num_epochs * self.steps_per_epoch
         if max_steps is not None:
             self.steps = min(self.steps, max_steps)
+        if first_step > self.steps:
+            raise ValueError(f"the run has {self.steps} steps, the checkpoint is past them at step {first_step}")
         self.first_step = first_step
 
     def __len__(self):

@@ -32,7 +32,8 @@ def model_config(mapping, processor=None):
         needed = len(processor.tokenizer)
         text.setdefault("vocab_size", needed)
         if text["vocab_size"] < needed:
-            raise ValueError(f"model.config.text_config.vocab_size={text['vocab_size']}: the tokenizer has {needed} tokens")
+            raise ValueError(
+                f"model.config.text_config.vocab_size={text['vocab_size']}: the tokenizer has {needed} tokens")
         text.setdefault("pad_token_id", processor.pad_token_id)
         text.setdefault("eos_token_id", processor.eos_token_id)
         mapping = {**mapping, **special_token_ids(processor)}
@@ -54,31 +55,39 @@ def build_model(section, processor_section, how, processor_how):
     """(model, Processor) for a recipe's `model` and `processor` sections (schema.Model, schema.Processor).
 
     how, processor_how: what their `_target_` means. Weights from configuration are drawn from torch's generator,
-    so ranks that seed alike start alike. The model is on the CPU in section.torch_dtype.
+    so ranks that seed alike start alike. The model is on the CPU in fp32: what FSDP2 shards are the masters.
     """
-    dtype = as_dtype(section.torch_dtype, "model.torch_dtype")
-    bounds = {"min_pixels": processor_section.min_pixels, "max_pixels": processor_section.max_pixels}
+    processor = _processor(section, processor_section, how, processor_how)
+    options = {"dtype": torch.float32, "attn_implementation": section.attn_implementation}
     if how == "from_config":
-        if not section.config:
-            raise ValueError("model.config: expected a mapping, since model._target_ is from_config")
-        vision = {"patch_size": 16, "temporal_patch_size": 2, "spatial_merge_size": 2} | (
-            section.config.get("vision_config") or {})
-        if processor_how != "build":
-            processor = load_processor(_directory(processor_section, "processor"), **bounds)
-        else:
-            processor = build_processor(vision, words=processor_section.words, **bounds)
         config = model_config(section.config, processor)
-        model = AutoModelForImageTextToText.from_config(config, dtype=dtype, attn_implementation=section.attn_implementation)
-    else:
-        folder = _directory(section, "model")
-        if processor_how == "build":
-            raise ValueError("processor._target_: build_processor goes with a model from_config")
-        processor = load_processor(processor_section.pretrained_model_name_or_path or folder, **bounds)
-        overrides = {k: v for k, v in (("text_config", section.text_config), ("vision_config", section.vision_config)) if v}
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, **overrides)
-        model = AutoModelForImageTextToText.from_pretrained(
-            folder, config=config, dtype=dtype, attn_implementation=section.attn_implementation, local_files_only=True)
+        return AutoModelForImageTextToText.from_config(config, **options), processor
+    folder = _directory(section, "model")
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    for name in ("text_config", "vision_config"):
+        _override(getattr(config, name), getattr(section, name) or {}, f"model.{name}.")
+    model = AutoModelForImageTextToText.from_pretrained(folder, config=config, local_files_only=True, **options)
     return model, processor
+
+
+def _processor(section, processor_section, how, processor_how):
+    bounds = {"min_pixels": processor_section.min_pixels, "max_pixels": processor_section.max_pixels}
+    if how == "from_config" and not section.config:
+        raise ValueError("model.config: expected a mapping, since model._target_ is from_config")
+    if processor_how != "build":
+        named = processor_section if processor_section.pretrained_model_name_or_path else section
+        return load_processor(_directory(named, "processor" if named is processor_section else "model"), **bounds)
+    if how != "from_config":
+        raise ValueError("processor._target_: build_processor goes with a model from_config")
+    vision = {"patch_size": 16, "temporal_patch_size": 2, "spatial_merge_size": 2}
+    vision |= section.config.get("vision_config") or {}
+    return build_processor(vision, words=processor_section.words, **bounds)
+
+
+def _override(config, keys, where):
+    for key, value in keys.items():
+        check_known(key, {f.name for f in dataclasses.fields(config)}, where)
+        setattr(config, key, value)
 
 
 def _directory(section, where):

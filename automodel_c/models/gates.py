@@ -42,7 +42,7 @@ def published_name(name):
 
 
 def _lend(layer, _):
-    for name, value in zip(_NAMES, getattr(layer, HOLDER)()):
+    for name, value in zip(_NAMES, getattr(layer, HOLDER)(), strict=True):
         setattr(layer, name, value)
 
 

@@ -11,10 +11,11 @@ def parallelize_qwen3_5(model, mesh, *, mp_policy=None, reshard_after_forward=Tr
 
     model: Qwen3_5(Moe)ForConditionalGeneration on this rank's device, equal on all ranks, frozen where it shall be.
     mesh: one dimension, named "dp". mp_policy: FSDP2's MixedPrecisionPolicy, None computes in the masters' dtype.
-    Order: checkpointing, gate parameters (always fp32), vision blocks, vision tower, decoder layers, root. NotImplementedError for a mesh with
-    other dimensions of more than one rank: tensor, pipeline, context and expert parallelism are not done here.
+    Order: checkpointing, gate parameters (always fp32), vision blocks, vision tower, decoder layers, root.
+    NotImplementedError for a mesh with other dimensions of more than one rank: tensor, pipeline, context and expert
+    parallelism are not done here.
     """
-    for name, size in zip(mesh.mesh_dim_names, mesh.shape):
+    for name, size in zip(mesh.mesh_dim_names, mesh.shape, strict=True):
         if name != "dp" and size > 1:
             raise NotImplementedError(f"distributed.{name}_size={size} is not supported for this model; only 1 is")
     if activation_checkpointing:

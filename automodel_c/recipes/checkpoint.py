@@ -14,11 +14,11 @@ from .runtime import rng_state, set_rng_state
 _NAME = re.compile(r"step_(\d+)")
 
 
-def save_checkpoint(folder, step, model, optimizer, runtime, keep=None):
+def save_checkpoint(folder, step, model, optimizer, runtime, *, data, keep=None):
     """Writes <folder>/step_<step> with torch.distributed.checkpoint; call it on every rank.
 
-    Written beside and renamed, so that whatever is called step_<n> is whole. keep: how many of the newest to keep.
-    The learning rate and the position in the data are functions of the step, which is stored with them.
+    Written beside and renamed, so that whatever is called step_<n> is whole. data: integers by name that, with the
+    step, tell the position in the data (the learning rate needs the step alone). keep: how many of the newest to keep.
     """
     folder = Path(folder)
     final, beside = folder / f"step_{step}", folder / f".step_{step}.tmp"
@@ -30,7 +30,7 @@ def save_checkpoint(folder, step, model, optimizer, runtime, keep=None):
     state = {
         "model": model_state,
         "optimizer": optimizer_state,
-        "progress": {"step": torch.tensor(step)},
+        "progress": _progress(step, data),
         "rng": {str(runtime.rank): rng_state(runtime.device)},
     }
     dcp.save(state, checkpoint_id=beside)
@@ -43,18 +43,18 @@ def save_checkpoint(folder, step, model, optimizer, runtime, keep=None):
     return final
 
 
-def load_checkpoint(folder, model, optimizer, runtime):
+def load_checkpoint(folder, model, optimizer, runtime, *, data):
     """Restores what save_checkpoint wrote into `folder`, on the same or another number of ranks. Returns the step.
 
     Ranks that the saved run did not have keep their generators as they are. ValueError when the folder holds no
-    .metadata or its name holds no step.
+    .metadata, its name holds no step, or `data` is not what was saved.
     """
     folder = Path(folder)
     step = checkpoint_step(folder)
     reader = dcp.FileSystemReader(folder)
     saved = reader.read_metadata().state_dict_metadata
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state, "progress": {"step": torch.tensor(0)}}
+    state = {"model": model_state, "optimizer": optimizer_state, "progress": _progress(0, data)}
     rank = str(runtime.rank)
     if any(key.startswith(f"rng.{rank}.") for key in saved):
         state["rng"] = {rank: rng_state(runtime.device)}
@@ -62,10 +62,15 @@ def load_checkpoint(folder, model, optimizer, runtime):
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     if "rng" in state:
         set_rng_state(state["rng"][rank], runtime.device)
-    stored = int(state["progress"]["step"])
-    if stored != step:
-        raise ValueError(f"checkpoint.restore_from={str(folder)!r}: the name says step {step}, the content step {stored}")
-    return stored
+    for key, wanted in _progress(step, data).items():
+        if not torch.equal(state["progress"][key], wanted):
+            raise ValueError(
+                f"checkpoint.restore_from={str(folder)!r}: {key} was {int(state['progress'][key])}, is {int(wanted)}")
+    return step
+
+
+def _progress(step, data):
+    return {key: torch.tensor(value) for key, value in {"step": step, **data}.items()}
 
 
 def checkpoint_step(folder):

@@ -47,6 +47,10 @@ class Run:
     output: Path
 
     @property
+    def data_order(self):
+        return data_order(self.recipe, len(self.dataset))
+
+    @property
     def checkpoints(self):
         return Path(self.recipe.checkpoint.checkpoint_dir or self.output / "checkpoints")
 
@@ -101,12 +105,19 @@ def build(recipe, runtime):
     optimizer = parts.build_optimizer(trainable, recipe.optimizer)
     seed_training(recipe, runtime.rank)
     restored = recipe.checkpoint.restore_from
-    first_step = load_checkpoint(restored, model, optimizer, runtime) if restored else 0
+    order = data_order(recipe, len(dataset))
+    first_step = load_checkpoint(restored, model, optimizer, runtime, data=order) if restored else 0
     sampler = _sampler(recipe, len(dataset), runtime, first_step)
     schedule = LrSchedule(recipe.lr_scheduler, recipe.optimizer.lr, sampler.steps)
     model.train()
     return Run(recipe, runtime, model, processor, optimizer, schedule, dataset, held_out, sampler,
                Path(recipe.output_dir))
+
+
+def data_order(recipe, samples):
+    """What, with the step, tells the position in the data: a checkpoint resumes only where these agree."""
+    return {"dataset's samples": samples, "seed": recipe.seed, "dataloader.shuffle": int(recipe.dataloader.shuffle),
+            "step_scheduler.global_batch_size": recipe.step_scheduler.global_batch_size}
 
 
 def describe(run):
@@ -130,19 +141,19 @@ def _shard(recipe, model, runtime):
     freeze(model, recipe.freeze_config)
     section = recipe.distributed
     model = parallelize_qwen3_5(
-        model, runtime.mesh, mp_policy=_mp_policy(section.mp_policy),
+        model, runtime.mesh, mp_policy=_mp_policy(recipe),
         reshard_after_forward=section.reshard_after_forward,
         activation_checkpointing=bool(section.activation_checkpointing))
     parts.install_reduction(model)
     return model
 
 
-def _mp_policy(section):
-    dtypes = {
-        key: as_dtype(getattr(section, key), f"distributed.mp_policy.{key}")
-        for key in ("param_dtype", "reduce_dtype", "output_dtype") if getattr(section, key) is not None
-    }
-    return MixedPrecisionPolicy(**dtypes, cast_forward_inputs=section.cast_forward_inputs)
+def _mp_policy(recipe):
+    section = recipe.distributed.mp_policy
+    compute = as_dtype(recipe.model.torch_dtype, "model.torch_dtype")
+    keys = [key for key in ("param_dtype", "reduce_dtype", "output_dtype") if getattr(section, key) is not None]
+    dtypes = {key: as_dtype(getattr(section, key), f"distributed.mp_policy.{key}") for key in keys}
+    return MixedPrecisionPolicy(**{"param_dtype": compute, **dtypes}, cast_forward_inputs=section.cast_forward_inputs)
 
 
 def _sampler(recipe, samples, runtime, first_step):
@@ -155,9 +166,15 @@ def _sampler(recipe, samples, runtime, first_step):
 
 def _train(run):
     _say(run, describe(run))
+    logs = _open_logs(run)
     if run.recipe.step_scheduler.gc_every_steps:
         gc.disable()
-    evaluation = _loop(run)
+    try:
+        evaluation = _loop(run, logs)
+    finally:
+        gc.enable()
+    if evaluation is None and run.held_out is not None:
+        evaluation = _evaluate(run, run.sampler.steps, logs)
     if run.recipe.checkpoint.enabled and run.recipe.checkpoint.save_consolidated:
         export_hf(run.model, run.processor, run.output / "hf")
     if run.runtime.is_main:
@@ -167,9 +184,9 @@ def _train(run):
     return evaluation
 
 
-def _loop(run):
+def _loop(run, logs):
+    """All steps that are left. Returns the Evaluation after the last, if there was one."""
     sampler, runtime = run.sampler, run.runtime
-    logs = _open_logs(run)
     progress = Progress(sampler.steps, sampler.first_step, show=runtime.is_main)
     microbatches = iter(_loader(run))
     evaluation = None
@@ -232,16 +249,22 @@ def _after_step(run, step, logs):
     steps, last = run.recipe.step_scheduler, step == run.sampler.steps
     evaluation = None
     if run.held_out is not None and (last or _due(step, steps.val_every_steps)):
-        evaluation = evaluate(
-            run.model, run.held_out, run.processor, batch_size=steps.local_batch_size, runtime=run.runtime)
-        if run.runtime.is_main:
-            logs[1].append({"step": step, "loss": evaluation.loss, "accuracy": evaluation.accuracy})
+        evaluation = _evaluate(run, step, logs)
     section = run.recipe.checkpoint
     if section.enabled and (last or _due(step, steps.ckpt_every_steps)):
-        save_checkpoint(
-            run.checkpoints, step, run.model, run.optimizer, run.runtime, keep=section.max_recent_checkpoints)
+        save_checkpoint(run.checkpoints, step, run.model, run.optimizer, run.runtime, data=run.data_order,
+                        keep=section.max_recent_checkpoints)
     if _due(step, steps.gc_every_steps):
         gc.collect()
+    return evaluation
+
+
+def _evaluate(run, step, logs):
+    evaluation = evaluate(
+        run.model, run.held_out, run.processor, runtime=run.runtime,
+        batch_size=run.recipe.step_scheduler.local_batch_size)
+    if run.runtime.is_main:
+        logs[1].append({"step": step, "loss": evaluation.loss, "accuracy": evaluation.accuracy})
     return evaluation
 
 

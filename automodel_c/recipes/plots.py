@@ -15,7 +15,7 @@ def draw_curves(metrics_path, validation_path, picture_path):
 
     rows, checks = read_rows(metrics_path), read_rows(validation_path)
     figure, axes = pyplot.subplots(2, 2, figsize=(11, 7), sharex=True, layout="constrained")
-    for axis, (key, title, logarithmic) in zip(axes.flat, PANELS):
+    for axis, (key, title, logarithmic) in zip(axes.flat, PANELS, strict=True):
         axis.plot([r["step"] for r in rows], [r[key] for r in rows], linewidth=1.2)
         axis.set_title(title, loc="left", fontsize=10)
         axis.grid(alpha=0.3)
@@ -31,6 +31,7 @@ def draw_curves(metrics_path, validation_path, picture_path):
 
 def _add_accuracy(axis, checks):
     right = axis.twinx()
-    right.plot([c["step"] for c in checks], [100 * c["accuracy"] for c in checks], "o--", color="tab:green", markersize=4)
+    percent = [100 * check["accuracy"] for check in checks]
+    right.plot([check["step"] for check in checks], percent, "o--", color="tab:green", markersize=4)
     right.set_ylabel("held-out accuracy, %", color="tab:green")
     right.set_ylim(0, 102)

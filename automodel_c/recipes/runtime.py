@@ -29,7 +29,7 @@ class Runtime:
 
 @contextmanager
 def start_ranks(recipe):
-    """Joins the process group that torchrun's environment describes (a group of one without it); leaves it at the end."""
+    """Joins the process group of torchrun's environment (a group of one without it), and leaves it at the end."""
     backend = recipe.dist_env.backend or ("nccl" if torch.cuda.is_available() else "gloo")
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device = torch.device("cpu")

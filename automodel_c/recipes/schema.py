@@ -3,6 +3,7 @@
 A field made with `only(...)` is a key of NeMo Automodel that this package knows but does not carry out:
 the listed values mean "off" and pass, any other is refused by config.load_recipe, never ignored.
 """
+# ruff: noqa: RUF009 -- only() and block() return dataclass fields
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,7 +51,7 @@ class Model:
     pretrained_model_name_or_path: str | None = None  # a local directory
     config: dict | None = None  # for from_config: keys of transformers' Qwen3_5MoeConfig
     attn_implementation: str = "sdpa"
-    torch_dtype: str = "float32"  # of the masters that FSDP shards
+    torch_dtype: str = "float32"  # to compute in, where mp_policy.param_dtype does not say; masters are fp32
     backend: dict | None = only(None)
     text_config: dict | None = None  # overrides of the directory's text_config
     vision_config: dict | None = None
@@ -91,8 +92,8 @@ class Checkpoint:
 @dataclass
 class MpPolicy:
     _target_: str = "MixedPrecisionPolicy"
-    param_dtype: str | None = None  # None: compute in the masters' dtype
-    reduce_dtype: str | None = None
+    param_dtype: str | None = None  # None: model.torch_dtype
+    reduce_dtype: str = "float32"
     output_dtype: str | None = None
     cast_forward_inputs: bool = True
 

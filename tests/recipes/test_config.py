@@ -38,9 +38,9 @@ def test_load_recipe_overrides(recipe):
     "tree, message",
     [
         ({"optimiser": {}}, "unknown key optimiser; the nearest known key is optimizer"),
-        ({"optimizer": {"learning_rate": 1}}, r"unknown key optimizer.learning_rate; the nearest known key is optimizer\."),
-        ({"step_scheduler": {"max_step": 1}}, "step_scheduler.max_step; the nearest known key is step_scheduler.max_steps"),
-        ({"distributed": {"multimodal": {"vision": {"frame_shard": {}}}}}, "vision.frame_shard; .*vision.frame_sharding"),
+        ({"distributed": {"multimodal": {"visio": {}}}}, "multimodal.visio; .* distributed.multimodal.vision"),
+        ({"step_scheduler": {"max_step": 1}}, "step_scheduler.max_step; .* is step_scheduler.max_steps"),
+        ({"distributed": {"multimodal": {"visio": {}}}}, "multimodal.visio; .* is distributed.multimodal.vision"),
         ({"validation_dataset": {"splitt": "x"}}, "validation_dataset.splitt; .* validation_dataset.split"),
     ],
 )
@@ -50,7 +50,7 @@ def test_load_recipe_unknown_key(recipe, tree, message):
 
 
 def test_load_recipe_unknown_override(recipe):
-    with pytest.raises(RecipeError, match="optimizer.lrr; the nearest known key is optimizer.lr"):
+    with pytest.raises(RecipeError, match=r"optimizer\.lrr; the nearest known key is optimizer\.lr"):
         recipe({}, "optimizer.lrr=1")
 
 
@@ -63,7 +63,7 @@ def test_load_recipe_unknown_override(recipe):
         ({"optimizer": {"lr": "fast"}}, "optimizer.lr: expected float, found 'fast'"),
         ({"optimizer": {"betas": [0.9]}}, "optimizer.betas: expected two numbers"),
         ({"optimizer": 3}, "optimizer: expected a mapping of keys, found 3"),
-        ({"optimizer": {"_target_": "torch.optim.SGD"}}, "optimizer._target_: unknown name 'torch.optim.SGD'; the nearest"),
+        ({"optimizer": {"_target_": "torch.optim.SGD"}}, "optimizer._target_: unknown name 'torch.optim.SGD'"),
         ({"dataset": {"_target_": "make_digit_dataset"}}, "the nearest known one is 'make_digits_dataset'"),
     ],
 )
@@ -78,7 +78,8 @@ def test_load_recipe_bad_override(recipe, override):
         recipe({}, override)
 
 
-@pytest.mark.parametrize("text, message", [("- 1\n", "a mapping of keys"), ("a: [\n", "is not YAML"), (None, "No such file")])
+@pytest.mark.parametrize(
+    "text, message", [("- 1\n", "a mapping of keys"), ("a: [\n", "is not YAML"), (None, "No such file")])
 def test_load_recipe_bad_file(tmp_path, text, message):
     if text is not None:
         (tmp_path / "r.yaml").write_text(text)
@@ -89,12 +90,22 @@ def test_load_recipe_bad_file(tmp_path, text, message):
 @pytest.mark.parametrize(
     "key, value",
     [
-        ("distributed.tp_size", "2"), ("distributed.cp_size", "2"), ("distributed.pp_size", "4"),
-        ("distributed.ep_size", "8"), ("distributed.strategy", "megatron_fsdp"), ("distributed.sequence_parallel", "true"),
-        ("distributed.activation_checkpointing", "selective"), ("distributed.multimodal.vision.frame_sharding.enabled", "true"),
-        ("checkpoint.is_async", "true"), ("checkpoint.model_save_format", "torch_save"), ("packed_sequence.pack_size", "4096"),
-        ("optimizer.exp_avg_dtype", "bfloat16"), ("prewarm.comm_groups", "true"), ("wandb", "{project: x}"),
-        ("dataloader.drop_last", "false"), ("loss_fn._target_", "FusedLinearCrossEntropy"),
+        ("distributed.tp_size", "2"),
+        ("distributed.cp_size", "2"),
+        ("distributed.pp_size", "4"),
+        ("distributed.ep_size", "8"),
+        ("distributed.strategy", "megatron_fsdp"),
+        ("distributed.sequence_parallel", "true"),
+        ("distributed.activation_checkpointing", "selective"),
+        ("distributed.multimodal.vision.frame_sharding.enabled", "true"),
+        ("checkpoint.is_async", "true"),
+        ("checkpoint.model_save_format", "torch_save"),
+        ("packed_sequence.pack_size", "4096"),
+        ("optimizer.exp_avg_dtype", "bfloat16"),
+        ("prewarm.comm_groups", "true"),
+        ("wandb", "{project: x}"),
+        ("dataloader.drop_last", "false"),
+        ("loss_fn._target_", "FusedLinearCrossEntropy"),
     ],
 )
 def test_load_recipe_not_supported(recipe, key, value):
@@ -127,5 +138,5 @@ def test_load_recipe_grad_sync(recipe, defer, eager, expected):
 @pytest.mark.parametrize("value", [True, False])
 def test_load_recipe_grad_sync_disagrees(recipe, value):
     tree = {"distributed": {"defer_fsdp_grad_sync": value}, "pipeline": {"reduce_grad_per_microbatch": value}}
-    with pytest.raises(RecipeError, match="defer_fsdp_grad_sync=.* and pipeline.reduce_grad_per_microbatch=.* disagree"):
+    with pytest.raises(RecipeError, match=r"defer_fsdp_grad_sync=.* and .*reduce_grad_per_microbatch=.* disagree"):
         recipe(tree)

@@ -23,5 +23,5 @@ def test_schedule_stays_at_min_lr():
 
 
 def test_schedule_style():
-    with pytest.raises(NotImplementedError, match="lr_scheduler.lr_decay_style='WSD'"):
+    with pytest.raises(NotImplementedError, match=r"lr_scheduler\.lr_decay_style='WSD'"):
         LrSchedule(LrScheduler(lr_decay_style="WSD"), 1.0, 9)
