@@ -65,7 +65,7 @@ def train(recipe, *, check=False):
         if check:
             _say(run, f"recipe is fine: {describe(run)}")
             return None
-        return _train(run)
+        return fit(run)
 
 
 def _build_or_complain(recipe, runtime):
@@ -164,7 +164,8 @@ def _sampler(recipe, samples, runtime, first_step):
         max_steps=steps.max_steps, num_epochs=steps.num_epochs, first_step=first_step)
 
 
-def _train(run):
+def fit(run):
+    """Trains a Run to its last step and writes its output. Returns the last Evaluation, None without held-out data."""
     _say(run, describe(run))
     logs = _open_logs(run)
     if run.recipe.step_scheduler.gc_every_steps:

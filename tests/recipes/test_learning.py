@@ -1,37 +1,44 @@
-import json
-
 import pytest
+import torch
 
+from automodel_c.data.build import build_dataset
 from automodel_c.recipes.config import load_recipe
-from automodel_c.recipes.finetune_vlm import train
+from automodel_c.recipes.evaluate import evaluate
+from automodel_c.recipes.finetune_vlm import build, fit
+from automodel_c.recipes.runtime import start_ranks
 
 from .conftest import DIGITS, data_at
 
 CHANCE = 0.15  # the held-out digits are even over ten classes
+SHORT = ("step_scheduler.max_steps=36", "step_scheduler.global_batch_size=64", "lr_scheduler.lr_warmup_steps=8",
+         "step_scheduler.val_every_steps=null", "checkpoint.enabled=false", "validation_dataset.limit=200")
 
 
 @pytest.fixture
 def learn(digits_folder, tmp_path):
-    """Trains the recipe for a short while on one rank and returns its accuracy on the held-out digits."""
+    """Trains for a short while on one rank: accuracy on held-out digits, and on those with their images dealt out."""
 
-    def run(name, *overrides):
-        short = ("step_scheduler.max_steps=40", "step_scheduler.global_batch_size=64", "lr_scheduler.lr_warmup_steps=8",
-                 "step_scheduler.val_every_steps=null", "checkpoint.enabled=false", f"output_dir={tmp_path / name}")
-        evaluation = train(load_recipe(DIGITS, [*short, *data_at(digits_folder), *overrides]))
-        assert evaluation.total == 296
-        return evaluation.accuracy
+    def run(*overrides):
+        recipe = load_recipe(DIGITS, [*SHORT, *data_at(digits_folder), f"output_dir={tmp_path}", *overrides])
+        with start_ranks(recipe) as runtime:
+            run = build(recipe, runtime)
+            seeing = fit(run)
+            recipe.validation_dataset.shuffle_images = True
+            dealt = build_dataset(recipe.validation_dataset, run.processor, recipe.seed)
+            return seeing.accuracy, evaluate(run.model, dealt, run.processor, batch_size=50, runtime=runtime).accuracy
 
-    return run
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # operators this small lose more by waiting for each other on a busy machine than they gain
+    yield run
+    torch.set_num_threads(threads)
 
 
-def test_train_needs_the_images(learn):
-    """What the model learns, it sees: with images dealt to the wrong prompts accuracy stays at chance."""
-    assert learn("right") > 0.5
-    assert learn("dealt", "dataset.shuffle_images=true") <= CHANCE
+def test_train_sees_the_images(learn):
+    seeing, dealt = learn()
+    assert seeing > 0.5
+    assert dealt <= CHANCE, "a model that has learned answers by another image"
 
 
-def test_shuffled_held_out_images(learn, tmp_path):
-    """A model that has learned is at chance when the held-out images are dealt to the wrong prompts."""
-    assert learn("asked", "validation_dataset.shuffle_images=true") <= CHANCE
-    rows = [json.loads(line) for line in (tmp_path / "asked" / "metrics.jsonl").read_text().splitlines()]
-    assert rows[-1]["loss"] < rows[0]["loss"] / 2
+def test_train_with_shuffled_images(learn):
+    seeing, _ = learn("dataset.shuffle_images=true")
+    assert seeing <= CHANCE, "nothing but the image tells the digit"
