@@ -28,7 +28,7 @@ def learn(digits_folder, tmp_path):
             return seeing.accuracy, evaluate(run.model, dealt, run.processor, batch_size=50, runtime=runtime).accuracy
 
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # operators this small lose more by waiting for each other on a busy machine than they gain
+    torch.set_num_threads(1)  # operators this small lose more by waiting for threads than they gain
     yield run
     torch.set_num_threads(threads)
 
