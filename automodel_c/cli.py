@@ -8,7 +8,14 @@ from importlib import metadata
 
 USAGE_ERROR = 2
 _PACKAGES = (
-    "numpy", "torch", "transformers", "safetensors", "tokenizers", "pillow", "scikit-learn", "matplotlib",
+    "numpy",
+    "torch",
+    "transformers",
+    "safetensors",
+    "tokenizers",
+    "pillow",
+    "scikit-learn",
+    "matplotlib",
 )
 
 
@@ -83,8 +90,15 @@ def _start_ranks(arguments):
     if arguments.check:
         command.append("--check")
     config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=arguments.nproc, max_restarts=0, start_method="spawn",
-        rdzv_backend="c10d", rdzv_endpoint="localhost:0", run_id=str(os.getpid()))
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=arguments.nproc,
+        max_restarts=0,
+        start_method="spawn",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        run_id=str(os.getpid()),
+    )
     try:
         elastic_launch(config, sys.executable)(*command)
     except ChildFailedError as error:

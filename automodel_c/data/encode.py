@@ -56,8 +56,8 @@ def _tokens(messages, processor):
     ids, is_label = [], []
     for turn in answers:
         prompt = processor.render(messages[:turn], generation_prompt=True)
-        whole = processor.render(messages[:turn + 1])
-        if whole[:len(prompt)] != prompt or prompt[:len(ids)] != ids:
+        whole = processor.render(messages[: turn + 1])
+        if whole[: len(prompt)] != prompt or prompt[: len(ids)] != ids:
             raise ValueError(f"encode_conversation: the chat template changes turn {turn}'s prompt once it is answered")
         end = _end_of_turn(whole, len(prompt), processor.eos_token_id)
         is_label += [False] * (len(prompt) - len(ids)) + [i < end for i in range(len(prompt), len(whole))]
@@ -78,7 +78,8 @@ def _expand_images(ids, is_label, grid, processor):
     places = (ids == processor.image_token_id).nonzero().flatten()
     if len(places) != len(grid):
         raise ValueError(
-            f"encode_conversation: the text holds {len(places)} image placeholders, images are {len(grid)}")
+            f"encode_conversation: the text holds {len(places)} image placeholders, images are {len(grid)}"
+        )
     repeats = torch.ones_like(ids)
     repeats[places] = grid.prod(1) // processor.merge_size**2
     return ids.repeat_interleave(repeats), is_label.repeat_interleave(repeats)

@@ -23,9 +23,9 @@ def mrope_positions(input_ids, image_grid_thw, image_token_id, merge_size):
             continue
         grid = _image_grid(next(grids, None), merge_size)
         size = grid.shape[1]
-        if at + size > length or not all(is_image[at:at + size]):
+        if at + size > length or not all(is_image[at : at + size]):
             raise ValueError(f"mrope_positions: image_grid_thw asks for {size} image tokens at token {at}, found fewer")
-        positions[:, at:at + size] = grid + now
+        positions[:, at : at + size] = grid + now
         at, now = at + size, now + int(grid.max()) + 1
     if next(grids, None) is not None:
         raise ValueError("mrope_positions: image_grid_thw names more images than input_ids holds")

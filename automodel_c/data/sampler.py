@@ -11,8 +11,20 @@ class GlobalBatchSampler:
     number of ranks. The tail of an epoch that fills no global batch is dropped. Iteration starts at `first_step`.
     """
 
-    def __init__(self, samples, *, global_batch_size, local_batch_size, dp_rank=0, dp_size=1, seed=0, shuffle=True,
-                 max_steps=None, num_epochs=1, first_step=0):
+    def __init__(
+        self,
+        samples,
+        *,
+        global_batch_size,
+        local_batch_size,
+        dp_rank=0,
+        dp_size=1,
+        seed=0,
+        shuffle=True,
+        max_steps=None,
+        num_epochs=1,
+        first_step=0,
+    ):
         per_round = local_batch_size * dp_size
         if global_batch_size % per_round:
             raise ValueError(
@@ -21,7 +33,8 @@ class GlobalBatchSampler:
             )
         if samples < global_batch_size:
             raise ValueError(
-                f"the data set has {samples} samples, step_scheduler.global_batch_size={global_batch_size}")
+                f"the data set has {samples} samples, step_scheduler.global_batch_size={global_batch_size}"
+            )
         self.samples = samples
         self.global_batch_size, self.local_batch_size = global_batch_size, local_batch_size
         self.dp_rank, self.dp_size = dp_rank, dp_size
@@ -47,7 +60,7 @@ class GlobalBatchSampler:
             start = batch * self.global_batch_size
             for microbatch in range(self.microbatches):
                 at = start + (microbatch * self.dp_size + self.dp_rank) * self.local_batch_size
-                yield order[at:at + self.local_batch_size]
+                yield order[at : at + self.local_batch_size]
 
     def _order(self, epoch):
         if not self.shuffle:

@@ -33,7 +33,8 @@ def model_config(mapping, processor=None):
         text.setdefault("vocab_size", needed)
         if text["vocab_size"] < needed:
             raise ValueError(
-                f"model.config.text_config.vocab_size={text['vocab_size']}: the tokenizer has {needed} tokens")
+                f"model.config.text_config.vocab_size={text['vocab_size']}: the tokenizer has {needed} tokens"
+            )
         text.setdefault("pad_token_id", processor.pad_token_id)
         text.setdefault("eos_token_id", processor.eos_token_id)
         mapping = {**mapping, **special_token_ids(processor)}

@@ -101,13 +101,19 @@ def build_processor(vision_config, *, words=(), min_pixels=None, max_pixels=None
     for token in SPECIAL_TOKENS:
         vocab[token] = len(vocab)
     tokenizer = Qwen3_5Tokenizer(
-        vocab=vocab, merges=merges, eos_token="<|im_end|>", pad_token="<|endoftext|>",
-        extra_special_tokens=list(SPECIAL_TOKENS), chat_template=CHAT_TEMPLATE,
+        vocab=vocab,
+        merges=merges,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        extra_special_tokens=list(SPECIAL_TOKENS),
+        chat_template=CHAT_TEMPLATE,
     )
     bounds = {k: v for k, v in (("min_pixels", min_pixels), ("max_pixels", max_pixels)) if v is not None}
     image_processor = Qwen2VLImageProcessorPil(
-        patch_size=vision_config["patch_size"], temporal_patch_size=vision_config["temporal_patch_size"],
-        merge_size=vision_config["spatial_merge_size"], **bounds,
+        patch_size=vision_config["patch_size"],
+        temporal_patch_size=vision_config["temporal_patch_size"],
+        merge_size=vision_config["spatial_merge_size"],
+        **bounds,
     )
     return Processor(tokenizer, image_processor)
 

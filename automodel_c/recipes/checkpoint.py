@@ -65,7 +65,8 @@ def load_checkpoint(folder, model, optimizer, runtime, *, data):
     for key, wanted in _progress(step, data).items():
         if not torch.equal(state["progress"][key], wanted):
             raise ValueError(
-                f"checkpoint.restore_from={str(folder)!r}: {key} was {int(state['progress'][key])}, is {int(wanted)}")
+                f"checkpoint.restore_from={str(folder)!r}: {key} was {int(state['progress'][key])}, is {int(wanted)}"
+            )
     return step
 
 
@@ -79,7 +80,8 @@ def checkpoint_step(folder):
     match = _NAME.fullmatch(folder.name)
     if not match or not (folder / ".metadata").is_file():
         raise ValueError(
-            f"checkpoint.restore_from={str(folder)!r}: expected a folder called step_<n> that holds .metadata")
+            f"checkpoint.restore_from={str(folder)!r}: expected a folder called step_<n> that holds .metadata"
+        )
     return int(match.group(1))
 
 

@@ -120,17 +120,16 @@ def _convert_plain(value, option):
 
 def _agree(recipe):
     """Settles keys that say one thing twice; RecipeError where they contradict."""
-    defer = recipe.distributed.defer_fsdp_grad_sync
-    eager = recipe.pipeline.reduce_grad_per_microbatch
-    if defer is not None and eager is not None and defer == eager:
-        raise RecipeError(
-            f"distributed.defer_fsdp_grad_sync={defer} and pipeline.reduce_grad_per_microbatch={eager} disagree:"
-            " one is the inverse of the other"
+    from automodel_c.parallel import grad_reduction_from_config
+
+    try:
+        per_microbatch = grad_reduction_from_config(
+            recipe.distributed.defer_fsdp_grad_sync, recipe.pipeline.reduce_grad_per_microbatch
         )
-    if defer is None:
-        defer = True if eager is None else not eager
-    recipe.distributed.defer_fsdp_grad_sync = defer
-    recipe.pipeline.reduce_grad_per_microbatch = not defer
+    except ValueError as error:
+        raise RecipeError(str(error)) from None
+    recipe.distributed.defer_fsdp_grad_sync = not per_microbatch
+    recipe.pipeline.reduce_grad_per_microbatch = per_microbatch
     if recipe.rng.seed is None:
         recipe.rng.seed = recipe.seed
     _check_ranges(recipe)
@@ -138,8 +137,15 @@ def _agree(recipe):
 
 def _check_ranges(recipe):
     steps = recipe.step_scheduler
-    for key in ("global_batch_size", "local_batch_size", "num_epochs", "max_steps",
-                "ckpt_every_steps", "val_every_steps", "gc_every_steps"):
+    for key in (
+        "global_batch_size",
+        "local_batch_size",
+        "num_epochs",
+        "max_steps",
+        "ckpt_every_steps",
+        "val_every_steps",
+        "gc_every_steps",
+    ):
         value = getattr(steps, key)
         if value is not None and value < 1:
             raise RecipeError(f"step_scheduler.{key}: expected at least 1, found {value}")

@@ -95,8 +95,11 @@ def build(recipe, runtime):
         raise ValueError(f"distributed.dp_size={wanted}, but {runtime.world} ranks were started")
     seed_model(recipe)
     model, processor = build_model(
-        recipe.model, recipe.processor,
-        resolve("model", recipe.model._target_), resolve("processor", recipe.processor._target_))
+        recipe.model,
+        recipe.processor,
+        resolve("model", recipe.model._target_),
+        resolve("processor", recipe.processor._target_),
+    )
     dataset, held_out = _build_data(recipe, processor, runtime)
     model = _shard(recipe, model.to(runtime.device), runtime)
     trainable = [p for p in model.parameters() if p.requires_grad]
@@ -110,21 +113,28 @@ def build(recipe, runtime):
     sampler = _sampler(recipe, len(dataset), runtime, first_step)
     schedule = LrSchedule(recipe.lr_scheduler, recipe.optimizer.lr, sampler.steps)
     model.train()
-    return Run(recipe, runtime, model, processor, optimizer, schedule, dataset, held_out, sampler,
-               Path(recipe.output_dir))
+    return Run(
+        recipe, runtime, model, processor, optimizer, schedule, dataset, held_out, sampler, Path(recipe.output_dir)
+    )
 
 
 def data_order(recipe, samples):
     """What, with the step, tells the position in the data: a checkpoint resumes only where these agree."""
-    return {"dataset's samples": samples, "seed": recipe.seed, "dataloader.shuffle": int(recipe.dataloader.shuffle),
-            "step_scheduler.global_batch_size": recipe.step_scheduler.global_batch_size}
+    return {
+        "dataset's samples": samples,
+        "seed": recipe.seed,
+        "dataloader.shuffle": int(recipe.dataloader.shuffle),
+        "step_scheduler.global_batch_size": recipe.step_scheduler.global_batch_size,
+    }
 
 
 def describe(run):
     """One line about what is going to be trained."""
     parameters = sum(p.numel() for p in run.model.parameters())
-    return (f"{parameters:,} parameters, {len(run.dataset):,} samples, {run.sampler.steps} steps of"
-            f" {run.sampler.microbatches} microbatches on {run.runtime.world} ranks")
+    return (
+        f"{parameters:,} parameters, {len(run.dataset):,} samples, {run.sampler.steps} steps of"
+        f" {run.sampler.microbatches} microbatches on {run.runtime.world} ranks"
+    )
 
 
 def _build_data(recipe, processor, runtime):
@@ -141,10 +151,13 @@ def _shard(recipe, model, runtime):
     freeze(model, recipe.freeze_config)
     section = recipe.distributed
     model = parallelize_qwen3_5(
-        model, runtime.mesh, mp_policy=_mp_policy(recipe),
+        model,
+        runtime.mesh,
+        mp_policy=_mp_policy(recipe),
         reshard_after_forward=section.reshard_after_forward,
-        activation_checkpointing=bool(section.activation_checkpointing))
-    parts.install_reduction(model)
+        activation_checkpointing=bool(section.activation_checkpointing),
+    )
+    parts.install_reduction(model, runtime.device)
     return model
 
 
@@ -159,9 +172,17 @@ def _mp_policy(recipe):
 def _sampler(recipe, samples, runtime, first_step):
     steps = recipe.step_scheduler
     return GlobalBatchSampler(
-        samples, global_batch_size=steps.global_batch_size, local_batch_size=steps.local_batch_size,
-        dp_rank=runtime.rank, dp_size=runtime.world, seed=recipe.seed, shuffle=recipe.dataloader.shuffle,
-        max_steps=steps.max_steps, num_epochs=steps.num_epochs, first_step=first_step)
+        samples,
+        global_batch_size=steps.global_batch_size,
+        local_batch_size=steps.local_batch_size,
+        dp_rank=runtime.rank,
+        dp_size=runtime.world,
+        seed=recipe.seed,
+        shuffle=recipe.dataloader.shuffle,
+        max_steps=steps.max_steps,
+        num_epochs=steps.num_epochs,
+        first_step=first_step,
+    )
 
 
 def fit(run):
@@ -214,8 +235,13 @@ def _open_logs(run):
 def _loader(run):
     section = run.recipe.dataloader
     return DataLoader(
-        run.dataset, batch_sampler=run.sampler, num_workers=section.num_workers, pin_memory=section.pin_memory,
-        collate_fn=_Collate(run.processor), generator=torch.Generator())
+        run.dataset,
+        batch_sampler=run.sampler,
+        num_workers=section.num_workers,
+        pin_memory=section.pin_memory,
+        collate_fn=_Collate(run.processor),
+        generator=torch.Generator(),
+    )
 
 
 class _Collate:
@@ -231,16 +257,27 @@ class _Collate:
 def _step(run, step, batches):
     recipe = run.recipe
     return train_step(
-        run.model, run.optimizer, batches, lr=run.schedule(step), max_norm=recipe.clip_grad_norm.max_norm,
-        device=run.runtime.device, per_microbatch=recipe.pipeline.reduce_grad_per_microbatch,
-        world=run.runtime.world)
+        run.model,
+        run.optimizer,
+        batches,
+        lr=run.schedule(step),
+        max_norm=recipe.clip_grad_norm.max_norm,
+        device=run.runtime.device,
+        per_microbatch=recipe.pipeline.reduce_grad_per_microbatch,
+        world=run.runtime.world,
+    )
 
 
 def _row(run, step, result, seconds):
     row = {
-        "step": step, "loss": result.loss, "grad_norm": result.grad_norm, "lr": run.schedule(step),
-        "tokens": result.tokens, "num_label_tokens": result.labels,
-        "tokens_per_s": result.tokens / seconds, "memory": memory_gib(run.runtime.device),
+        "step": step,
+        "loss": result.loss,
+        "grad_norm": result.grad_norm,
+        "lr": run.schedule(step),
+        "tokens": result.tokens,
+        "num_label_tokens": result.labels,
+        "tokens_per_s": result.tokens / seconds,
+        "memory": memory_gib(run.runtime.device),
     }
     return row if result.aux_loss is None else {**row, "aux_loss": result.aux_loss}
 
@@ -253,8 +290,15 @@ def _after_step(run, step, logs):
         evaluation = _evaluate(run, step, logs)
     section = run.recipe.checkpoint
     if section.enabled and (last or _due(step, steps.ckpt_every_steps)):
-        save_checkpoint(run.checkpoints, step, run.model, run.optimizer, run.runtime, data=run.data_order,
-                        keep=section.max_recent_checkpoints)
+        save_checkpoint(
+            run.checkpoints,
+            step,
+            run.model,
+            run.optimizer,
+            run.runtime,
+            data=run.data_order,
+            keep=section.max_recent_checkpoints,
+        )
     if _due(step, steps.gc_every_steps):
         gc.collect()
     return evaluation
@@ -262,8 +306,12 @@ def _after_step(run, step, logs):
 
 def _evaluate(run, step, logs):
     evaluation = evaluate(
-        run.model, run.held_out, run.processor, runtime=run.runtime,
-        batch_size=run.recipe.step_scheduler.local_batch_size)
+        run.model,
+        run.held_out,
+        run.processor,
+        runtime=run.runtime,
+        batch_size=run.recipe.step_scheduler.local_batch_size,
+    )
     if run.runtime.is_main:
         logs[1].append({"step": step, "loss": evaluation.loss, "accuracy": evaluation.accuracy})
     return evaluation

@@ -49,8 +49,9 @@ class Progress:
 
     def __init__(self, steps, first_step, *, show):
         interval = 0.2 if os.isatty(2) else 10.0  # a file gets a line every ten seconds, not five a second
-        self.bar = tqdm(total=steps, initial=first_step, disable=not show, unit="step", mininterval=interval,
-                        dynamic_ncols=True)
+        self.bar = tqdm(
+            total=steps, initial=first_step, disable=not show, unit="step", mininterval=interval, dynamic_ncols=True
+        )
         self.clock = time.perf_counter()
 
     def step_seconds(self):
@@ -64,7 +65,8 @@ class Progress:
 
     def show(self, row):
         self.bar.set_postfix_str(
-            f"loss {row['loss']:.4f}, {row['tokens_per_s']:,.0f} tokens/s, {row['memory']:.2f} GiB", refresh=False)
+            f"loss {row['loss']:.4f}, {row['tokens_per_s']:,.0f} tokens/s, {row['memory']:.2f} GiB", refresh=False
+        )
         self.bar.update(1)
 
     def close(self):

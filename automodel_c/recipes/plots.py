@@ -2,8 +2,12 @@
 
 from .metrics import read_rows
 
-PANELS = (("loss", "loss", True), ("grad_norm", "gradient norm", True),
-          ("lr", "learning rate", False), ("tokens_per_s", "tokens per second", False))
+PANELS = (
+    ("loss", "loss", True),
+    ("grad_norm", "gradient norm", True),
+    ("lr", "learning rate", False),
+    ("tokens_per_s", "tokens per second", False),
+)
 
 
 def draw_curves(metrics_path, validation_path, picture_path):

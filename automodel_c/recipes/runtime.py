@@ -38,7 +38,10 @@ def start_ranks(recipe):
         torch.cuda.set_device(device)
     store = None if "RANK" in os.environ else dist.HashStore()
     dist.init_process_group(
-        backend, rank=rank, world_size=world, store=store,
+        backend,
+        rank=rank,
+        world_size=world,
+        store=store,
         timeout=timedelta(minutes=recipe.dist_env.timeout_minutes),
     )
     try:

@@ -80,8 +80,7 @@ def train_step(model, optimizer, batches, *, lr, max_norm, device, per_microbatc
     FloatingPointError before the weights are touched when loss or gradient norm is not finite.
     """
     labels, tokens = global_counts(batches, device)
-    losses = accumulate_gradients(
-        model, batches, labels, device=device, per_microbatch=per_microbatch, world=world)
+    losses = accumulate_gradients(model, batches, labels, device=device, per_microbatch=per_microbatch, world=world)
     dist.all_reduce(losses)
     grad_norm = parts.clip_gradients([p for p in model.parameters() if p.requires_grad], max_norm)
     loss, aux = losses.tolist()

@@ -46,8 +46,10 @@ TARGETS = {
 # names of NeMo Automodel that a recipe may know and this package does not carry out yet
 NOT_YET = {
     "loss_fn": {
-        "ChunkedCrossEntropy", "nemo_automodel.components.loss.chunked_ce.ChunkedCrossEntropy",
-        "FusedLinearCrossEntropy", "nemo_automodel.components.loss.linear_ce.FusedLinearCrossEntropy",
+        "ChunkedCrossEntropy",
+        "nemo_automodel.components.loss.chunked_ce.ChunkedCrossEntropy",
+        "FusedLinearCrossEntropy",
+        "nemo_automodel.components.loss.linear_ce.FusedLinearCrossEntropy",
     },
 }
 

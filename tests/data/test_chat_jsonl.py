@@ -14,8 +14,9 @@ def written(tmp_path):
     for i in range(8):
         Image.new("L", (32, 32), 30 * i).save(tmp_path / f"{i}.png")
         content = [{"type": "image", "image": f"{i}.png"}, {"type": "text", "text": "?"}]
-        lines.append(json.dumps({"messages": [{"role": "user", "content": content},
-                                              {"role": "assistant", "content": str(i)}]}))
+        lines.append(
+            json.dumps({"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": str(i)}]})
+        )
     (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n")
     return tmp_path / "a.jsonl"
 

@@ -13,7 +13,7 @@ def _steps(ranks, **options):
         lists = list(sampler)
         assert len(lists) == len(sampler)
         n = sampler.microbatches
-        per_rank.append([list(chain(*lists[i:i + n])) for i in range(0, len(lists), n)])
+        per_rank.append([list(chain(*lists[i : i + n])) for i in range(0, len(lists), n)])
     return [sorted(chain(*parts)) for parts in zip(*per_rank, strict=True)]
 
 

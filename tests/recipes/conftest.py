@@ -50,8 +50,14 @@ def run_cli(*arguments, timeout=150):
     """`python -m automodel_c ...` from the repository's root: a CompletedProcess with stdout and stderr as text."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     return subprocess.run(
-        [sys.executable, "-m", "automodel_c", *arguments], cwd=ROOT, env=environment, timeout=timeout,
-        capture_output=True, text=True, check=False)
+        [sys.executable, "-m", "automodel_c", *arguments],
+        cwd=ROOT,
+        env=environment,
+        timeout=timeout,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def train_two_ranks(*overrides):

@@ -26,8 +26,7 @@ def gradients(recipe, path):
 def _gradients(run, batches, per_microbatch):
     device, world = run.runtime.device, run.runtime.world
     labels, _ = global_counts(batches, device)
-    losses = accumulate_gradients(
-        run.model, batches, labels, device=device, world=world, per_microbatch=per_microbatch)
+    losses = accumulate_gradients(run.model, batches, labels, device=device, world=world, per_microbatch=per_microbatch)
     torch.distributed.all_reduce(losses)
     weights = {}
     for parameter in run.model.parameters():

@@ -30,8 +30,19 @@ def test_cross_entropy_sum_no_label():
 def test_gradients_do_not_depend_on_ranks(tiny, tmp_path):
     """Loss and gradients of one global batch on one rank and on two, reduced in every microbatch and deferred."""
     gradients(load_recipe(DIGITS, tiny), tmp_path / "one.pt")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-               "-m", "tests.recipes.step_worker", DIGITS, str(tmp_path / "two.pt"), *tiny]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "tests.recipes.step_worker",
+        DIGITS,
+        str(tmp_path / "two.pt"),
+        *tiny,
+    ]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

@@ -45,8 +45,11 @@ def test_train_resumes(finished, tiny, tmp_path):
     """From step 3 on, another process writes the same losses, to the bit."""
     folder = finished[0]
     shutil.copytree(folder, tmp_path / "run")
-    train_two_ranks(*tiny, f"output_dir={tmp_path / 'run'}",
-                    f"checkpoint.restore_from={tmp_path / 'run' / 'checkpoints' / 'step_3'}")
+    train_two_ranks(
+        *tiny,
+        f"output_dir={tmp_path / 'run'}",
+        f"checkpoint.restore_from={tmp_path / 'run' / 'checkpoints' / 'step_3'}",
+    )
     keys = ("step", "loss", "grad_norm", "lr", "tokens")
     before, after = ([[row[k] for k in keys] for row in _rows(f / "metrics.jsonl")] for f in (folder, tmp_path / "run"))
     assert after == before
@@ -59,7 +62,8 @@ def test_export_loads_into_transformers(finished, tiny):
 
     folder = finished[0]
     exported, info = AutoModelForImageTextToText.from_pretrained(
-        folder / "hf", output_loading_info=True, local_files_only=True)
+        folder / "hf", output_loading_info=True, local_files_only=True
+    )
     assert not any(info.values()), info
     assert AutoTokenizer.from_pretrained(folder / "hf").chat_template
     assert AutoImageProcessor.from_pretrained(folder / "hf", backend="pil").patch_size == 8
@@ -76,10 +80,23 @@ def test_train_from_export(finished, tiny, tmp_path, capsys):
     """The export is a model directory that a recipe can start from."""
     from automodel_c.cli import main
 
-    assert main(["train", DIGITS, *tiny, "--check", f"output_dir={tmp_path}", "model.config=null",
-                 "model._target_=NeMoAutoModelForImageTextToText.from_pretrained",
-                 f"model.pretrained_model_name_or_path={finished[0] / 'hf'}",
-                 "processor._target_=AutoProcessor.from_pretrained", "processor.words=null"]) == 0
+    assert (
+        main(
+            [
+                "train",
+                DIGITS,
+                *tiny,
+                "--check",
+                f"output_dir={tmp_path}",
+                "model.config=null",
+                "model._target_=NeMoAutoModelForImageTextToText.from_pretrained",
+                f"model.pretrained_model_name_or_path={finished[0] / 'hf'}",
+                "processor._target_=AutoProcessor.from_pretrained",
+                "processor.words=null",
+            ]
+        )
+        == 0
+    )
     assert "recipe is fine" in capsys.readouterr().out
 
 
