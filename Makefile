@@ -44,7 +44,7 @@ asan: venv ## tests/core and tests/ops with AddressSanitizer and UBSan, built ap
 	    $(abspath $(PY)) -m pytest -q -p no:cacheprovider tests/core tests/ops
 
 tsan: venv ## the thread pool under ThreadSanitizer
-	AM_POOL_ROUNDS=20000 $(PY) -m pytest -q tests/core/test_pool.py
+	AM_POOL_ROUNDS=5000 $(PY) -m pytest -q tests/core/test_pool.py
 
 fuzz: build ## random arguments for ten minutes, and long hypothesis runs
 	HYPOTHESIS_PROFILE=long $(PY) -m pytest -q tests/ops tests/fuzz

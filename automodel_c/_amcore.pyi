@@ -1,8 +1,8 @@
 """The C extension, as Python sees it. Tensors: any DLPack producer or NumPy array; one device a call.
 
 Errors of every function: ValueError (a value, a shape, a device), TypeError (a dtype, a kind of object),
-NotImplementedError (no such kernel), MemoryError, RuntimeError (the device said no). Inputs are checked before
-anything is written.
+NotImplementedError (no such kernel), MemoryError, RuntimeError (the device said no), BufferError (a major version of
+DLPack other than 1). Inputs are checked before anything is written.
 """
 
 from collections.abc import Sequence

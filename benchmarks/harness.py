@@ -10,6 +10,7 @@ import json
 import math
 import os
 import platform
+import random
 import subprocess
 import sys
 import time
@@ -77,13 +78,20 @@ def main(op, cases, argv=None):
 
 
 def measure(calls, rounds):
-    """{name: seconds of a call in each round}, rounds interleaved; 'self' is ours once more."""
+    """{name: seconds of a call in each round}; 'self' is ours once more.
+
+    Each round has its own order and each sample starts with an untimed call, so that nobody always follows the peer
+    that empties the caches.
+    """
     calls = {**calls, "self": calls["ours"]}
     repeats = {name: _repeats(call) for name, call in calls.items()}
     times = {name: [] for name in calls}
+    order, shuffle = list(calls), random.Random(0).shuffle
     for _ in range(rounds):
-        for name, call in calls.items():
-            count = repeats[name]
+        shuffle(order)
+        for name in order:
+            call, count = calls[name], repeats[name]
+            call()
             began = time.perf_counter_ns()
             for _ in range(count):
                 call()
@@ -195,6 +203,7 @@ def machine():
     return {
         "cpu": names[0].split(":", 1)[1].strip() if names else cpu,
         "cores": len(os.sched_getaffinity(0)),
+        "load": os.getloadavg()[0],
         "python": platform.python_version(),
         "torch": version_of("torch"),
         "numpy": np.__version__,

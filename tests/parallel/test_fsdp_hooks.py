@@ -1,6 +1,7 @@
 """FSDP2 with our reduce-scatter against float64 sums over the ranks; torch's own reduce-scatter is the plain twin."""
 
 import copy
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from automodel_c.parallel import install_comm_hooks, sum_gradients
+from automodel_c.parallel.bf16_shards import Bf16Shards
 from automodel_c.parallel.fsdp_hooks import ReduceParts, scale_of
+from automodel_c.parallel.fsdp_units import param_group
 from tests.ranks import RanksFailed
 
 BF16 = torch.bfloat16
@@ -38,7 +41,13 @@ def build(dtype=torch.float32):
     return Net().to(dtype)
 
 
+def cpu_mesh():
+    """FSDP2 would take the GPU of a machine that has one."""
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
 def shard(model, hooks=True, mesh=None, wire_dtype=None, **policy):
+    mesh = mesh or cpu_mesh()
     for module in (model.up, model.down):
         fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(**policy))
     fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(**policy))
@@ -105,7 +114,7 @@ def test_install_comm_hooks(rank_pools, world, scaling, wire):
 def check_slice_of_all_reduce(lengths, dtype, out_dtype, op_name):
     """A buffer of R slices of each length: to the bit the sum in rank order, the same from every rank's place."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    op = dist.ReduceOp.PREMUL_SUM(0.125) if op_name == "premul" else getattr(dist.ReduceOp, op_name)
+    op = dist._make_nccl_premul_sum(0.125) if op_name == "premul" else getattr(dist.ReduceOp, op_name)
     for n in lengths:
         inputs = [
             torch.randn(world * n, generator=torch.Generator().manual_seed(7 * n + r)).to(dtype) for r in range(world)
@@ -171,7 +180,7 @@ def check_sharded_head():
     torch.manual_seed(3)
     head = nn.Linear(32, 64, bias=False)
     plain, truth = copy.deepcopy(head), copy.deepcopy(head).double()
-    install_comm_hooks(fully_shard(head))
+    install_comm_hooks(fully_shard(head, mesh=cpu_mesh()))
     tokens = [torch.randn(8, 32, generator=torch.Generator().manual_seed(r)) for r in range(2)]
     head(tokens[rank]).square().sum().backward()
     for t in tokens:
@@ -211,3 +220,21 @@ def test_install_comm_hooks_refuses(ranks, case, error, words):
         ranks.run(refuse, case)
     assert all(error in text and words in text for text in failed.value.reports.values())
     assert len(failed.value.reports) == 2
+
+
+def test_a_unit_with_several_parameter_groups_is_refused():
+    unit = SimpleNamespace(_get_fsdp_state=lambda: SimpleNamespace(_fsdp_param_groups=["dense", "experts"]))
+    with pytest.raises(NotImplementedError, match="2 parameter groups"):
+        param_group(unit)
+
+
+@pytest.mark.parametrize(
+    ("hsdp", "force_sum", "factor", "words"),
+    [(True, False, None, "under HSDP"), (False, True, None, "divide factor of 1"), (False, True, 2.0, "factor of 1")],
+)
+def test_bf16_parameters_are_refused_where_the_sum_would_be_changed(hsdp, force_sum, factor, words):
+    parameter = SimpleNamespace(sharded_param=torch.nn.Parameter(torch.ones(2, dtype=BF16)))
+    group = SimpleNamespace(fsdp_params=[parameter], _is_hsdp=hsdp, gradient_divide_factor=factor)
+    group.force_sum_reduction_for_comms = force_sum
+    with pytest.raises(NotImplementedError, match=words):
+        Bf16Shards(group).wanted()

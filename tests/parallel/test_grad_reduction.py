@@ -7,7 +7,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from automodel_c.parallel import grad_reduction_from_config, install_comm_hooks, set_grad_reduction, sum_gradients
 from automodel_c.parallel.fsdp_units import param_group, trainable, units
-from tests.parallel.test_fsdp_hooks import BF16, Net, assert_as_good, build, data, full_grads, oracle, shard
+from tests.parallel.test_fsdp_hooks import BF16, Net, assert_as_good, build, cpu_mesh, data, full_grads, oracle, shard
 
 
 def full_size_gradient_bytes(model):
@@ -143,7 +143,7 @@ def test_sum_gradients_over_data_and_context_ranks(rank_pools):
 def check_bf16_parameters(hooks, microbatches, reduce_dtype):
     """One large gradient and many that bf16 would swallow: the hook's sum is float32."""
     model = torch.nn.Linear(4, 5, bias=False).to(BF16)
-    fully_shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
+    fully_shard(model, mesh=cpu_mesh(), mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
     if hooks:
         install_comm_hooks(model)
     sums = []
@@ -163,8 +163,8 @@ def check_bf16_parameters(hooks, microbatches, reduce_dtype):
 
 @pytest.mark.parametrize("reduce_dtype", [BF16, torch.float32], ids=["bf16", "fp32"])
 def test_bf16_parameters_accumulate_in_fp32(ranks, reduce_dtype):
-    microbatches = 1 + 256
-    true = torch.full((5, 4), 1 + 256 * 2.0**-9)
+    microbatches = 1 + 64
+    true = torch.full((5, 4), 1 + 64 * 2.0**-9)
     for first, second, zeroed in ranks.run(check_bf16_parameters, True, microbatches, reduce_dtype):
         assert torch.equal(first.float(), true) and torch.equal(second.float(), true)
         assert torch.equal(zeroed.float(), torch.full((5, 4), 2.0))
@@ -181,8 +181,8 @@ class Recorder(torch.nn.Module):
 def check_flags():
     """G8: each of the three switches is set once on every unit."""
     model = Recorder()
-    fully_shard(model.block)
-    fully_shard(model)
+    fully_shard(model.block, mesh=cpu_mesh())
+    fully_shard(model, mesh=cpu_mesh())
     calls = []
     for name in ("set_is_last_backward", "set_reshard_after_backward", "set_requires_gradient_sync"):
         for unit in units(model):

@@ -1,6 +1,5 @@
-"""A rank's main for test_faults.py: rank 1 fails while rank 0 waits for it; argument: where rank 0 waits."""
+"""A rank's main for test_faults.py: rank 1 fails while rank 0 waits for it in a collective."""
 
-import os
 import signal
 import sys
 
@@ -9,23 +8,14 @@ import torch.distributed as dist
 
 from automodel_c.parallel import faults
 
-
-def work(where):
-    if where == "start":
-        if os.environ["RANK"] == "1":
-            raise ValueError("bad argument")
-        dist.init_process_group("gloo")
-    dist.init_process_group("gloo")
-    with faults.guard():
-        if dist.get_rank() == 1:
-            raise ValueError("bad argument")
-        dist.all_reduce(torch.ones(3))
-
-
 signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends the others at once; this one has something to say
 try:
     with faults.guard():
-        work(sys.argv[1])
+        dist.init_process_group("gloo")
+        with faults.guard():
+            if dist.get_rank() == 1:
+                raise ValueError("bad argument")
+            dist.all_reduce(torch.ones(3))
 except faults.RankFailure as error:
     print(f"saw RankFailure: {error}", file=sys.stderr, flush=True)
     raise

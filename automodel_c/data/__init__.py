@@ -1,0 +1,1 @@
+"""Chat-style data sets, from JSONL and image files to padded microbatches."""

@@ -1,0 +1,117 @@
+"""A transformers Qwen3.5 vision-language model and its processor, from configuration or from a directory."""
+
+import dataclasses
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from ..keys import check_known
+from .processor import build_processor, load_processor, special_token_ids
+
+# keys that transformers takes besides the fields of its configuration classes
+_EXTRA_KEYS = {"": {"model_type"}, "text_config.": {"full_attention_interval", "partial_rotary_factor"}}
+_CONFIGS_WITH_EXPERTS = ("qwen3_5_moe",)
+_CONFIGS = ("qwen3_5", *_CONFIGS_WITH_EXPERTS)
+
+
+def model_config(mapping, processor=None):
+    """The transformers configuration that a mapping describes.
+
+    mapping: keys of Qwen3_5MoeConfig (or Qwen3_5Config with model_type: qwen3_5), text_config and vision_config
+    among them. processor: fills in the special ids and, where absent, the vocabulary size.
+    ValueError for an unknown key (naming the nearest), or a vocabulary smaller than the tokenizer's.
+    """
+    mapping = {"model_type": "qwen3_5_moe", **mapping}
+    if mapping["model_type"] not in _CONFIGS:
+        raise ValueError(f"model.config.model_type: expected one of {_CONFIGS}, found {mapping['model_type']!r}")
+    _check_keys(mapping)
+    text, vision = dict(mapping.get("text_config") or {}), dict(mapping.get("vision_config") or {})
+    vision.setdefault("out_hidden_size", text.get("hidden_size"))
+    if processor is not None:
+        needed = len(processor.tokenizer)
+        text.setdefault("vocab_size", needed)
+        if text["vocab_size"] < needed:
+            raise ValueError(
+                f"model.config.text_config.vocab_size={text['vocab_size']}: the tokenizer has {needed} tokens")
+        text.setdefault("pad_token_id", processor.pad_token_id)
+        text.setdefault("eos_token_id", processor.eos_token_id)
+        mapping = {**mapping, **special_token_ids(processor)}
+    return AutoConfig.for_model(**{**mapping, "text_config": text, "vision_config": vision})
+
+
+def _check_keys(mapping):
+    reference = AutoConfig.for_model(mapping["model_type"])
+    sections = {"": (mapping, reference)}
+    for name in ("text_config", "vision_config"):
+        sections[f"{name}."] = (mapping.get(name) or {}, getattr(reference, name))
+    for where, (keys, config) in sections.items():
+        known = {f.name for f in dataclasses.fields(config)} | _EXTRA_KEYS.get(where, set())
+        for key in keys:
+            check_known(key, known, f"model.config.{where}")
+
+
+def build_model(section, processor_section, how, processor_how):
+    """(model, Processor) for a recipe's `model` and `processor` sections (schema.Model, schema.Processor).
+
+    how, processor_how: what their `_target_` means. Weights from configuration are drawn from torch's generator,
+    so ranks that seed alike start alike. The model is on the CPU in fp32: what FSDP2 shards are the masters.
+    """
+    processor = _processor(section, processor_section, how, processor_how)
+    options = {"dtype": torch.float32, "attn_implementation": section.attn_implementation}
+    if how == "from_config":
+        config = model_config(section.config, processor)
+        return AutoModelForImageTextToText.from_config(config, **options), processor
+    folder = _directory(section, "model")
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    for name in ("text_config", "vision_config"):
+        _override(getattr(config, name), getattr(section, name) or {}, f"model.{name}.")
+    model = AutoModelForImageTextToText.from_pretrained(folder, config=config, local_files_only=True, **options)
+    return model, processor
+
+
+def _processor(section, processor_section, how, processor_how):
+    bounds = {"min_pixels": processor_section.min_pixels, "max_pixels": processor_section.max_pixels}
+    if how == "from_config" and not section.config:
+        raise ValueError("model.config: expected a mapping, since model._target_ is from_config")
+    if processor_how != "build":
+        named = processor_section if processor_section.pretrained_model_name_or_path else section
+        return load_processor(_directory(named, "processor" if named is processor_section else "model"), **bounds)
+    if how != "from_config":
+        raise ValueError("processor._target_: build_processor goes with a model from_config")
+    vision = {"patch_size": 16, "temporal_patch_size": 2, "spatial_merge_size": 2}
+    vision |= section.config.get("vision_config") or {}
+    return build_processor(vision, words=processor_section.words, **bounds)
+
+
+def _override(config, keys, where):
+    for key, value in keys.items():
+        check_known(key, {f.name for f in dataclasses.fields(config)}, where)
+        setattr(config, key, value)
+
+
+def _directory(section, where):
+    folder = section.pretrained_model_name_or_path
+    if not folder or not (Path(folder) / "tokenizer_config.json").exists():
+        raise ValueError(f"{where}.pretrained_model_name_or_path={folder!r}: expected a local model directory")
+    return folder
+
+
+def as_dtype(name, where):
+    """A torch dtype from its name, "bfloat16" or "torch.bfloat16"; ValueError names the key `where`."""
+    dtype = getattr(torch, str(name).removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"{where}: expected a floating-point dtype, found {name!r}")
+    return dtype
+
+
+def freeze(model, section):
+    """Takes the parts that a recipe's freeze_config (schema.FreezeConfig) names out of training."""
+    base = model.model
+    if section.freeze_vision_tower:
+        base.visual.requires_grad_(False)
+    if section.freeze_language_model:
+        base.language_model.requires_grad_(False)
+        model.lm_head.requires_grad_(False)
+    if section.freeze_embeddings:
+        base.language_model.embed_tokens.requires_grad_(False)

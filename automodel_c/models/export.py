@@ -1,0 +1,47 @@
+"""Writes a trained model as a Hugging Face directory."""
+
+import os
+import shutil
+from pathlib import Path
+
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
+
+from .gates import published_name
+
+
+def full_state_dict(model):
+    """The whole, unsharded state on the CPU on rank 0 of the default group, {} elsewhere; call it on every rank."""
+    keep = dist.get_rank() == 0
+    state = {}
+    for name, tensor in model.state_dict().items():
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if keep:
+            state[published_name(name)] = whole.detach().cpu().contiguous()
+    return state
+
+
+def export_hf(model, processor, folder):
+    """Writes model.safetensors (keys as in the published checkpoints), config.json and the processor's files.
+
+    Written beside and renamed: `folder` is whole or as it was. Call it on every rank; rank 0 writes.
+    """
+    state = full_state_dict(model)
+    if dist.get_rank() == 0:
+        folder = Path(folder)
+        beside = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+        beside.mkdir(parents=True)
+        config = model.config
+        config.architectures = [_transformers_class(model).__name__]
+        save_file(state, beside / "model.safetensors", metadata={"format": "pt"})
+        config.save_pretrained(beside)
+        processor.save_pretrained(beside)
+        shutil.rmtree(folder, ignore_errors=True)
+        beside.rename(folder)
+    dist.barrier()
+
+
+def _transformers_class(model):
+    """The class before FSDP2 mixed itself in."""
+    return next(c for c in type(model).__mro__ if c.__module__.startswith("transformers."))

@@ -1,0 +1,38 @@
+"""Applies data parallelism to transformers' Qwen3.5 vision-language models."""
+
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from .gates import hold_gates
+
+
+def parallelize_qwen3_5(model, mesh, *, mp_policy=None, reshard_after_forward=True, activation_checkpointing=False):
+    """Shards `model` in place over a device mesh with FSDP2, and returns it.
+
+    model: Qwen3_5(Moe)ForConditionalGeneration on this rank's device, equal on all ranks, frozen where it shall be.
+    mesh: one dimension, named "dp". mp_policy: FSDP2's MixedPrecisionPolicy, None computes in the masters' dtype.
+    Order: checkpointing, gate parameters (always fp32), vision blocks, vision tower, decoder layers, root.
+    NotImplementedError for a mesh with other dimensions of more than one rank: tensor, pipeline, context and expert
+    parallelism are not done here.
+    """
+    for name, size in zip(mesh.mesh_dim_names, mesh.shape, strict=True):
+        if name != "dp" and size > 1:
+            raise NotImplementedError(f"distributed.{name}_size={size} is not supported for this model; only 1 is")
+    if activation_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    gates = hold_gates(model)
+    mp_policy = mp_policy or MixedPrecisionPolicy()
+    options = {"mesh": mesh["dp"], "reshard_after_forward": reshard_after_forward}
+    if mp_policy.param_dtype not in (None, torch.float32):
+        for gate in gates:
+            fully_shard(gate, **options)
+    options["mp_policy"] = mp_policy
+    for unit in fsdp_units(model):
+        fully_shard(unit, **options)
+    return model
+
+
+def fsdp_units(model):
+    """The modules that are gathered and reduced as one, inner ones first."""
+    visual, language = model.model.visual, model.model.language_model
+    return [*visual.blocks, visual, *language.layers, model]

@@ -1,0 +1,132 @@
+"""Tokenizer and image processor, from configuration or from a directory."""
+
+import torch
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import AutoImageProcessor, AutoTokenizer, Qwen2VLImageProcessorPil
+from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
+
+IMAGE_TOKEN = "<|image_pad|>"
+SPECIAL_TOKENS = {  # token -> the key of Qwen3_5MoeConfig that holds its id
+    "<|endoftext|>": None,
+    "<|im_start|>": None,
+    "<|im_end|>": None,
+    "<|vision_start|>": "vision_start_token_id",
+    "<|vision_end|>": "vision_end_token_id",
+    IMAGE_TOKEN: "image_token_id",
+    "<|video_pad|>": "video_token_id",
+}
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{{ '<|im_start|>' + message.role + '\n' }}
+{%- if message.content is string -%}
+{{ message.content }}
+{%- else -%}
+{%- for part in message.content -%}
+{%- if part.type == 'image' -%}
+{{ '<|vision_start|><|image_pad|><|vision_end|>' }}
+{%- else -%}
+{{ part.text }}
+{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
+{{ '<|im_end|>\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{ '<|im_start|>assistant\n' }}
+{%- endif -%}
+"""
+
+
+class Processor:
+    """What data needs to know of a model: its tokenizer, its patches, its special ids."""
+
+    def __init__(self, tokenizer, image_processor):
+        self.tokenizer = tokenizer
+        self.image_processor = image_processor
+        self.merge_size = image_processor.merge_size
+        self.image_token_id = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
+        self.eos_token_id = tokenizer.eos_token_id
+        self.pad_token_id = tokenizer.pad_token_id
+
+    def render(self, messages, *, generation_prompt=False):
+        """Token ids (a list) of messages through the chat template, one placeholder token an image."""
+        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation_prompt)
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def patches(self, images):
+        """PIL images -> (pixel_values fp32 [patches, C*T*P*P], image_grid_thw int64 [n, 3])."""
+        if not images:
+            p = self.image_processor
+            return torch.empty(0, 3 * p.temporal_patch_size * p.patch_size**2), torch.empty(0, 3, dtype=torch.int64)
+        made = self.image_processor(images, return_tensors="pt")
+        return made["pixel_values"].float(), made["image_grid_thw"]
+
+    def dummy_sample(self):
+        """A sample of one black image of the least size and no label."""
+        merge = self.merge_size
+        width = self.patches([])[0].shape[1]
+        return {
+            "input_ids": torch.tensor([self.image_token_id]),
+            "labels": torch.tensor([-100]),
+            "position_ids": torch.zeros(3, 1, dtype=torch.int64),
+            "pixel_values": torch.zeros(merge * merge, width),
+            "image_grid_thw": torch.tensor([[1, merge, merge]]),
+        }
+
+    def save_pretrained(self, folder):
+        """Writes the files that AutoTokenizer and AutoImageProcessor read."""
+        self.tokenizer.save_pretrained(folder)
+        self.image_processor.save_pretrained(folder)
+
+
+def load_processor(folder, *, min_pixels=None, max_pixels=None):
+    """The Processor of a model directory; min_pixels and max_pixels bound an image's area."""
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    bounds = {k: v for k, v in (("min_pixels", min_pixels), ("max_pixels", max_pixels)) if v is not None}
+    image_processor = AutoImageProcessor.from_pretrained(folder, local_files_only=True, backend="pil", **bounds)
+    return Processor(tokenizer, image_processor)
+
+
+def build_processor(vision_config, *, words=(), min_pixels=None, max_pixels=None):
+    """A byte-level Processor made from configuration alone.
+
+    vision_config: a mapping with patch_size, temporal_patch_size, spatial_merge_size. words: strings that become
+    one token each where the pre-tokenizer leaves them whole (a leading blank is part of a word). The ids of the
+    special tokens follow the bytes and the words; see special_token_ids.
+    """
+    vocab = {letter: i for i, letter in enumerate(sorted(ByteLevel.alphabet()))}
+    merges = []
+    for word in words or ():
+        _add_word(_as_bytes(word), vocab, merges)
+    for token in SPECIAL_TOKENS:
+        vocab[token] = len(vocab)
+    tokenizer = Qwen3_5Tokenizer(
+        vocab=vocab, merges=merges, eos_token="<|im_end|>", pad_token="<|endoftext|>",
+        extra_special_tokens=list(SPECIAL_TOKENS), chat_template=CHAT_TEMPLATE,
+    )
+    bounds = {k: v for k, v in (("min_pixels", min_pixels), ("max_pixels", max_pixels)) if v is not None}
+    image_processor = Qwen2VLImageProcessorPil(
+        patch_size=vision_config["patch_size"], temporal_patch_size=vision_config["temporal_patch_size"],
+        merge_size=vision_config["spatial_merge_size"], **bounds,
+    )
+    return Processor(tokenizer, image_processor)
+
+
+def special_token_ids(processor):
+    """The ids that a model configuration must hold, by its keys."""
+    ids = processor.tokenizer.convert_tokens_to_ids
+    return {key: ids(token) for token, key in SPECIAL_TOKENS.items() if key is not None}
+
+
+def _as_bytes(word):
+    """A word in the byte-level alphabet."""
+    return "".join(piece for piece, _ in ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(word))
+
+
+def _add_word(word, vocab, merges):
+    head = word[0]
+    for letter in word[1:]:
+        if head + letter not in vocab:
+            vocab[head + letter] = len(vocab)
+            merges.append((head, letter))
+        head += letter

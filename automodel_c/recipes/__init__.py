@@ -1,0 +1,1 @@
+"""Recipes: dataclasses filled from YAML, and the training loops that they drive."""

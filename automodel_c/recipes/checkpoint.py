@@ -1,0 +1,91 @@
+"""Checkpoints that resume a run: model, optimizer, random numbers, position in the data."""
+
+import re
+import shutil
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from .runtime import rng_state, set_rng_state
+
+_NAME = re.compile(r"step_(\d+)")
+
+
+def save_checkpoint(folder, step, model, optimizer, runtime, *, data, keep=None):
+    """Writes <folder>/step_<step> with torch.distributed.checkpoint; call it on every rank.
+
+    Written beside and renamed, so that whatever is called step_<n> is whole. data: integers by name that, with the
+    step, tell the position in the data (the learning rate needs the step alone). keep: how many of the newest to keep.
+    """
+    folder = Path(folder)
+    final, beside = folder / f"step_{step}", folder / f".step_{step}.tmp"
+    if runtime.is_main:
+        shutil.rmtree(beside, ignore_errors=True)
+        folder.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {
+        "model": model_state,
+        "optimizer": optimizer_state,
+        "progress": _progress(step, data),
+        "rng": {str(runtime.rank): rng_state(runtime.device)},
+    }
+    dcp.save(state, checkpoint_id=beside)
+    dist.barrier()
+    if runtime.is_main:
+        shutil.rmtree(final, ignore_errors=True)
+        beside.rename(final)
+        _prune(folder, keep)
+    dist.barrier()
+    return final
+
+
+def load_checkpoint(folder, model, optimizer, runtime, *, data):
+    """Restores what save_checkpoint wrote into `folder`, on the same or another number of ranks. Returns the step.
+
+    Ranks that the saved run did not have keep their generators as they are. ValueError when the folder holds no
+    .metadata, its name holds no step, or `data` is not what was saved.
+    """
+    folder = Path(folder)
+    step = checkpoint_step(folder)
+    reader = dcp.FileSystemReader(folder)
+    saved = reader.read_metadata().state_dict_metadata
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state, "progress": _progress(0, data)}
+    rank = str(runtime.rank)
+    if any(key.startswith(f"rng.{rank}.") for key in saved):
+        state["rng"] = {rank: rng_state(runtime.device)}
+    dcp.load(state, storage_reader=reader)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    if "rng" in state:
+        set_rng_state(state["rng"][rank], runtime.device)
+    for key, wanted in _progress(step, data).items():
+        if not torch.equal(state["progress"][key], wanted):
+            raise ValueError(
+                f"checkpoint.restore_from={str(folder)!r}: {key} was {int(state['progress'][key])}, is {int(wanted)}")
+    return step
+
+
+def _progress(step, data):
+    return {key: torch.tensor(value) for key, value in {"step": step, **data}.items()}
+
+
+def checkpoint_step(folder):
+    """The step of a checkpoint folder, from its name; ValueError when it is no whole checkpoint."""
+    folder = Path(folder)
+    match = _NAME.fullmatch(folder.name)
+    if not match or not (folder / ".metadata").is_file():
+        raise ValueError(
+            f"checkpoint.restore_from={str(folder)!r}: expected a folder called step_<n> that holds .metadata")
+    return int(match.group(1))
+
+
+def _prune(folder, keep):
+    if keep is None:
+        return
+    found = sorted((int(m.group(1)), p) for p in folder.iterdir() if (m := _NAME.fullmatch(p.name)))
+    for _, path in found[:-keep]:
+        shutil.rmtree(path)

@@ -1,0 +1,157 @@
+"""Reads a recipe: YAML and `key=value` overrides into the dataclasses of schema.py, or an error that names the key."""
+
+import dataclasses
+import types
+import typing
+from pathlib import Path
+
+import yaml
+
+from ..keys import check_known
+from .schema import Recipe
+from .targets import check_targets
+
+
+class RecipeError(ValueError):
+    """The recipe says something that cannot be right; the message names the key."""
+
+
+def load_recipe(path, overrides=()):
+    """Reads the recipe at `path`.
+
+    path: a YAML file. overrides: strings `dotted.key=value`, values parsed as YAML.
+    Returns a schema.Recipe with output_dir filled in and the grad-sync keys agreed.
+    Raises RecipeError for an unknown key (naming the nearest known one), a value of the wrong type or keys
+    that disagree, and NotImplementedError for a known key whose value is not carried out.
+    """
+    path = Path(path)
+    tree = _read_yaml(path)
+    for override in overrides:
+        _apply_override(tree, override)
+    recipe = _fill(Recipe, tree, "")
+    if recipe.output_dir is None:
+        recipe.output_dir = str(Path("runs") / path.stem)
+    _agree(recipe)
+    check_targets(recipe, RecipeError)
+    return recipe
+
+
+def _read_yaml(path):
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise RecipeError(f"recipe {path}: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        raise RecipeError(f"recipe {path} is not YAML: {error}") from None
+    if not isinstance(tree, dict):
+        raise RecipeError(f"recipe {path}: expected a mapping of keys, found {type(tree).__name__}")
+    return tree
+
+
+def _apply_override(tree, override):
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise RecipeError(f"override {override!r}: expected key=value")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise RecipeError(f"override {override!r}: the value is not YAML") from None
+    *parents, last = key.split(".")
+    node = tree
+    for parent in parents:
+        if not isinstance(node.get(parent), dict):
+            node[parent] = {}
+        node = node[parent]
+    node[last] = value
+
+
+def _fill(cls, tree, where):
+    """A `cls` from a mapping; `where` is the dotted prefix for messages."""
+    if not isinstance(tree, dict):
+        raise RecipeError(f"{where.rstrip('.')}: expected a mapping of keys, found {tree!r}")
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    hints = typing.get_type_hints(cls)
+    values = {}
+    for key, value in tree.items():
+        check_known(str(key), fields, where, RecipeError)
+        values[key] = _convert(value, hints[key], where + key)
+        _check_carried_out(values[key], fields[key], where + key)
+    return cls(**values)
+
+
+def _check_carried_out(value, field, where):
+    accepted = field.metadata.get("accepted")
+    if accepted is not None and value not in accepted:
+        shown = " or ".join(repr(a) for a in accepted)
+        raise NotImplementedError(f"{where}={value!r} is not supported yet; only {shown} is")
+
+
+def _convert(value, hint, where):
+    """`value` as the annotation `hint` wants it, or RecipeError."""
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if hint is typing.Any or (value is None and type(None) in options):
+        return value
+    for option in options:
+        if dataclasses.is_dataclass(option):
+            return _fill(option, {} if value is None else value, where + ".")
+    for option in options:
+        found, converted = _convert_plain(value, option)
+        if found:
+            return converted
+    expected = " or ".join(getattr(o, "__name__", str(o)) for o in options if o is not type(None))
+    raise RecipeError(f"{where}: expected {expected}, found {value!r}")
+
+
+def _convert_plain(value, option):
+    origin = typing.get_origin(option)
+    if origin is list:
+        (item,) = typing.get_args(option)
+        pairs = [_convert_plain(v, item) for v in value] if isinstance(value, (list, tuple)) else [(False, None)]
+        return all(ok for ok, _ in pairs), [v for _, v in pairs]
+    if option is float and not isinstance(value, bool):
+        try:  # YAML reads 1e-3 as a string
+            return True, float(value)
+        except (TypeError, ValueError):
+            return False, None
+    if option is int and isinstance(value, bool):
+        return False, None
+    return isinstance(option, type) and isinstance(value, option), value
+
+
+def _agree(recipe):
+    """Settles keys that say one thing twice; RecipeError where they contradict."""
+    defer = recipe.distributed.defer_fsdp_grad_sync
+    eager = recipe.pipeline.reduce_grad_per_microbatch
+    if defer is not None and eager is not None and defer == eager:
+        raise RecipeError(
+            f"distributed.defer_fsdp_grad_sync={defer} and pipeline.reduce_grad_per_microbatch={eager} disagree:"
+            " one is the inverse of the other"
+        )
+    if defer is None:
+        defer = True if eager is None else not eager
+    recipe.distributed.defer_fsdp_grad_sync = defer
+    recipe.pipeline.reduce_grad_per_microbatch = not defer
+    if recipe.rng.seed is None:
+        recipe.rng.seed = recipe.seed
+    _check_ranges(recipe)
+
+
+def _check_ranges(recipe):
+    steps = recipe.step_scheduler
+    for key in ("global_batch_size", "local_batch_size", "num_epochs", "max_steps",
+                "ckpt_every_steps", "val_every_steps", "gc_every_steps"):
+        value = getattr(steps, key)
+        if value is not None and value < 1:
+            raise RecipeError(f"step_scheduler.{key}: expected at least 1, found {value}")
+    if recipe.distributed.activation_checkpointing not in (False, True, "full"):
+        raise NotImplementedError(
+            f"distributed.activation_checkpointing={recipe.distributed.activation_checkpointing!r}"
+            " is not supported yet; only false, true or 'full' is"
+        )
+    if recipe.checkpoint.save_consolidated not in (False, "final"):
+        raise NotImplementedError(
+            f"checkpoint.save_consolidated={recipe.checkpoint.save_consolidated!r} is not supported yet;"
+            " only false or 'final' is"
+        )
+    if len(recipe.optimizer.betas) != 2:
+        raise RecipeError(f"optimizer.betas: expected two numbers, found {recipe.optimizer.betas!r}")

@@ -1,0 +1,278 @@
+"""Fine-tunes a Qwen3.5 vision-language model: the recipe that `automodel-c train` runs."""
+
+import gc
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.data import DataLoader
+
+from ..data.build import build_dataset, prepare_data
+from ..data.collate import collate
+from ..data.sampler import GlobalBatchSampler
+from ..models.build import as_dtype, build_model, freeze
+from ..models.export import export_hf
+from ..models.parallelize import parallelize_qwen3_5
+from . import parts
+from .checkpoint import load_checkpoint, save_checkpoint
+from .evaluate import evaluate
+from .metrics import MetricsLog, Progress, memory_gib
+from .plots import draw_curves
+from .runtime import seed_model, seed_training, start_ranks
+from .schedule import LrSchedule
+from .schema import Recipe
+from .step import train_step
+from .targets import resolve
+
+
+class UsageError(Exception):
+    """The recipe cannot be carried out as written; the message names the key."""
+
+
+@dataclass
+class Run:
+    """Everything that a training run is made of."""
+
+    recipe: Recipe
+    runtime: object
+    model: torch.nn.Module
+    processor: object
+    optimizer: torch.optim.Optimizer
+    schedule: LrSchedule
+    dataset: object
+    held_out: object
+    sampler: GlobalBatchSampler
+    output: Path
+
+    @property
+    def data_order(self):
+        return data_order(self.recipe, len(self.dataset))
+
+    @property
+    def checkpoints(self):
+        return Path(self.recipe.checkpoint.checkpoint_dir or self.output / "checkpoints")
+
+
+def train(recipe, *, check=False):
+    """Runs a schema.Recipe on this rank; with check, builds everything and stops before the first step.
+
+    Returns the Evaluation of the held-out data, None when the recipe names none or with check.
+    """
+    with start_ranks(recipe) as runtime, parts.guard():
+        run = _build_or_complain(recipe, runtime)
+        if check:
+            _say(run, f"recipe is fine: {describe(run)}")
+            return None
+        return fit(run)
+
+
+def _build_or_complain(recipe, runtime):
+    try:
+        return build(recipe, runtime)
+    except (ValueError, NotImplementedError) as error:
+        if _raised_here(error):
+            raise UsageError(str(error)) from error
+        raise
+
+
+def _raised_here(error):
+    """Whether this package refused, rather than something below it."""
+    frame = error.__traceback__
+    while frame.tb_next is not None:
+        frame = frame.tb_next
+    return frame.tb_frame.f_globals.get("__name__", "").startswith("automodel_c.")
+
+
+def build(recipe, runtime):
+    """Builds a Run: data, model, optimizer, and the restored state where the recipe names one.
+
+    ValueError and NotImplementedError name the key that does not fit the data, the model or the number of ranks.
+    """
+    wanted = recipe.distributed.dp_size
+    if wanted not in (None, runtime.world):
+        raise ValueError(f"distributed.dp_size={wanted}, but {runtime.world} ranks were started")
+    seed_model(recipe)
+    model, processor = build_model(
+        recipe.model, recipe.processor,
+        resolve("model", recipe.model._target_), resolve("processor", recipe.processor._target_))
+    dataset, held_out = _build_data(recipe, processor, runtime)
+    model = _shard(recipe, model.to(runtime.device), runtime)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    if not trainable:
+        raise ValueError("freeze_config freezes every parameter")
+    optimizer = parts.build_optimizer(trainable, recipe.optimizer)
+    seed_training(recipe, runtime.rank)
+    restored = recipe.checkpoint.restore_from
+    order = data_order(recipe, len(dataset))
+    first_step = load_checkpoint(restored, model, optimizer, runtime, data=order) if restored else 0
+    sampler = _sampler(recipe, len(dataset), runtime, first_step)
+    schedule = LrSchedule(recipe.lr_scheduler, recipe.optimizer.lr, sampler.steps)
+    model.train()
+    return Run(recipe, runtime, model, processor, optimizer, schedule, dataset, held_out, sampler,
+               Path(recipe.output_dir))
+
+
+def data_order(recipe, samples):
+    """What, with the step, tells the position in the data: a checkpoint resumes only where these agree."""
+    return {"dataset's samples": samples, "seed": recipe.seed, "dataloader.shuffle": int(recipe.dataloader.shuffle),
+            "step_scheduler.global_batch_size": recipe.step_scheduler.global_batch_size}
+
+
+def describe(run):
+    """One line about what is going to be trained."""
+    parameters = sum(p.numel() for p in run.model.parameters())
+    return (f"{parameters:,} parameters, {len(run.dataset):,} samples, {run.sampler.steps} steps of"
+            f" {run.sampler.microbatches} microbatches on {run.runtime.world} ranks")
+
+
+def _build_data(recipe, processor, runtime):
+    sections = [s for s in (recipe.dataset, recipe.validation_dataset) if s is not None]
+    if runtime.is_main:
+        for section in sections:
+            prepare_data(resolve("dataset", section._target_), section)
+    dist.barrier()
+    built = [build_dataset(section, processor, recipe.seed) for section in sections]
+    return built[0], built[1] if len(built) > 1 else None
+
+
+def _shard(recipe, model, runtime):
+    freeze(model, recipe.freeze_config)
+    section = recipe.distributed
+    model = parallelize_qwen3_5(
+        model, runtime.mesh, mp_policy=_mp_policy(recipe),
+        reshard_after_forward=section.reshard_after_forward,
+        activation_checkpointing=bool(section.activation_checkpointing))
+    parts.install_reduction(model)
+    return model
+
+
+def _mp_policy(recipe):
+    section = recipe.distributed.mp_policy
+    compute = as_dtype(recipe.model.torch_dtype, "model.torch_dtype")
+    keys = [key for key in ("param_dtype", "reduce_dtype", "output_dtype") if getattr(section, key) is not None]
+    dtypes = {key: as_dtype(getattr(section, key), f"distributed.mp_policy.{key}") for key in keys}
+    return MixedPrecisionPolicy(**{"param_dtype": compute, **dtypes}, cast_forward_inputs=section.cast_forward_inputs)
+
+
+def _sampler(recipe, samples, runtime, first_step):
+    steps = recipe.step_scheduler
+    return GlobalBatchSampler(
+        samples, global_batch_size=steps.global_batch_size, local_batch_size=steps.local_batch_size,
+        dp_rank=runtime.rank, dp_size=runtime.world, seed=recipe.seed, shuffle=recipe.dataloader.shuffle,
+        max_steps=steps.max_steps, num_epochs=steps.num_epochs, first_step=first_step)
+
+
+def fit(run):
+    """Trains a Run to its last step and writes its output. Returns the last Evaluation, None without held-out data."""
+    _say(run, describe(run))
+    logs = _open_logs(run)
+    if run.recipe.step_scheduler.gc_every_steps:
+        gc.disable()
+    try:
+        evaluation = _loop(run, logs)
+    finally:
+        gc.enable()
+    if evaluation is None and run.held_out is not None:
+        evaluation = _evaluate(run, run.sampler.steps, logs)
+    if run.recipe.checkpoint.enabled and run.recipe.checkpoint.save_consolidated:
+        export_hf(run.model, run.processor, run.output / "hf")
+    if run.runtime.is_main:
+        draw_curves(run.output / "metrics.jsonl", run.output / "validation.jsonl", run.output / "curves.png")
+    if evaluation is not None:
+        _say(run, f"held-out accuracy: {100 * evaluation.accuracy:.1f} % ({evaluation.right} of {evaluation.total})")
+    return evaluation
+
+
+def _loop(run, logs):
+    """All steps that are left. Returns the Evaluation after the last, if there was one."""
+    sampler, runtime = run.sampler, run.runtime
+    progress = Progress(sampler.steps, sampler.first_step, show=runtime.is_main)
+    microbatches = iter(_loader(run))
+    evaluation = None
+    for step in range(sampler.first_step + 1, sampler.steps + 1):
+        batches = [next(microbatches) for _ in range(sampler.microbatches)]
+        result = _step(run, step, batches)
+        row = _row(run, step, result, progress.step_seconds())
+        if runtime.is_main:
+            logs[0].append(row)
+            progress.show(row)
+        evaluation = _after_step(run, step, logs)
+        progress.skip()
+    progress.close()
+    return evaluation
+
+
+def _open_logs(run):
+    if not run.runtime.is_main:
+        return None
+    names = ("metrics.jsonl", "validation.jsonl")
+    return [MetricsLog(run.output / name, run.sampler.first_step) for name in names]
+
+
+def _loader(run):
+    section = run.recipe.dataloader
+    return DataLoader(
+        run.dataset, batch_sampler=run.sampler, num_workers=section.num_workers, pin_memory=section.pin_memory,
+        collate_fn=_Collate(run.processor), generator=torch.Generator())
+
+
+class _Collate:
+    """collate with its processor, as loader workers can pickle it."""
+
+    def __init__(self, processor):
+        self.processor = processor
+
+    def __call__(self, samples):
+        return collate(samples, self.processor)
+
+
+def _step(run, step, batches):
+    recipe = run.recipe
+    return train_step(
+        run.model, run.optimizer, batches, lr=run.schedule(step), max_norm=recipe.clip_grad_norm.max_norm,
+        device=run.runtime.device, per_microbatch=recipe.pipeline.reduce_grad_per_microbatch,
+        world=run.runtime.world)
+
+
+def _row(run, step, result, seconds):
+    row = {
+        "step": step, "loss": result.loss, "grad_norm": result.grad_norm, "lr": run.schedule(step),
+        "tokens": result.tokens, "num_label_tokens": result.labels,
+        "tokens_per_s": result.tokens / seconds, "memory": memory_gib(run.runtime.device),
+    }
+    return row if result.aux_loss is None else {**row, "aux_loss": result.aux_loss}
+
+
+def _after_step(run, step, logs):
+    """Evaluation, checkpoint and garbage collection where they are due. Returns the Evaluation, if there was one."""
+    steps, last = run.recipe.step_scheduler, step == run.sampler.steps
+    evaluation = None
+    if run.held_out is not None and (last or _due(step, steps.val_every_steps)):
+        evaluation = _evaluate(run, step, logs)
+    section = run.recipe.checkpoint
+    if section.enabled and (last or _due(step, steps.ckpt_every_steps)):
+        save_checkpoint(run.checkpoints, step, run.model, run.optimizer, run.runtime, data=run.data_order,
+                        keep=section.max_recent_checkpoints)
+    if _due(step, steps.gc_every_steps):
+        gc.collect()
+    return evaluation
+
+
+def _evaluate(run, step, logs):
+    evaluation = evaluate(
+        run.model, run.held_out, run.processor, runtime=run.runtime,
+        batch_size=run.recipe.step_scheduler.local_batch_size)
+    if run.runtime.is_main:
+        logs[1].append({"step": step, "loss": evaluation.loss, "accuracy": evaluation.accuracy})
+    return evaluation
+
+
+def _due(step, every):
+    return every is not None and step % every == 0
+
+
+def _say(run, text):
+    if run.runtime.is_main:
+        print(text, flush=True)

@@ -1,0 +1,96 @@
+"""Ranks, devices, threads and random numbers of a run."""
+
+import os
+import random
+import warnings
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+
+@dataclass
+class Runtime:
+    """Where this process stands. mesh has one dimension, "dp", over all ranks."""
+
+    rank: int
+    world: int
+    device: torch.device
+    mesh: DeviceMesh
+
+    @property
+    def is_main(self):
+        return self.rank == 0
+
+
+@contextmanager
+def start_ranks(recipe):
+    """Joins the process group of torchrun's environment (a group of one without it), and leaves it at the end."""
+    backend = recipe.dist_env.backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    device = torch.device("cpu")
+    if "nccl" in backend:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    store = None if "RANK" in os.environ else dist.HashStore()
+    dist.init_process_group(
+        backend, rank=rank, world_size=world, store=store,
+        timeout=timedelta(minutes=recipe.dist_env.timeout_minutes),
+    )
+    try:
+        with warnings.catch_warnings():
+            # transformers' models return views that nobody writes to, which is all that FSDP2 warns about
+            warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
+            yield Runtime(rank, world, device, init_device_mesh(device.type, (world,), mesh_dim_names=("dp",)))
+    finally:
+        dist.destroy_process_group()
+
+
+def seed_model(recipe):
+    """Seeds torch alike on all ranks, so that weights drawn from it are equal."""
+    torch.manual_seed(recipe.seed)
+    if recipe.rng.deterministic:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+
+
+def seed_training(recipe, rank):
+    """Seeds every generator for training; with rng.ranked each rank has its own stream."""
+    seed = recipe.rng.seed + (rank if recipe.rng.ranked else 0)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def rng_state(device):
+    """The state of all generators as tensors."""
+    _, keys, position, has_gauss, gauss = np.random.get_state()
+    version, numbers, next_gauss = random.getstate()
+    state = {
+        "torch": torch.get_rng_state(),
+        "numpy": torch.from_numpy(keys.astype(np.int64)),
+        "numpy_position": torch.tensor([position, has_gauss]),
+        "numpy_gauss": torch.tensor(gauss, dtype=torch.float64),
+        "python": torch.tensor([version, *numbers], dtype=torch.int64),
+        "python_gauss": torch.tensor(float("nan") if next_gauss is None else next_gauss, dtype=torch.float64),
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_rng_state(state, device):
+    """Puts back what rng_state returned."""
+    torch.set_rng_state(state["torch"])
+    position, has_gauss = state["numpy_position"].tolist()
+    keys = state["numpy"].numpy().astype(np.uint32)
+    np.random.set_state(("MT19937", keys, position, has_gauss, state["numpy_gauss"].item()))
+    version, *numbers = state["python"].tolist()
+    gauss = state["python_gauss"].item()
+    random.setstate((version, tuple(numbers), None if gauss != gauss else gauss))
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], device)

@@ -1,0 +1,284 @@
+"""Every key that a recipe may hold, as dataclasses: the annotation is the type, the default is the default.
+
+A field made with `only(...)` is a key of NeMo Automodel that this package knows but does not carry out:
+the listed values mean "off" and pass, any other is refused by config.load_recipe, never ignored.
+"""
+# ruff: noqa: RUF009 -- only() and block() return dataclass fields
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def only(*accepted):
+    """A known key of which only `accepted` values are carried out; the first is the default."""
+    return field(default=accepted[0], metadata={"accepted": accepted})
+
+
+def block(cls):
+    """A nested section that is there even when the recipe leaves it out."""
+    return field(default_factory=cls)
+
+
+@dataclass
+class StepScheduler:
+    global_batch_size: int = 8
+    local_batch_size: int = 1
+    max_steps: int | None = None  # None: as many as num_epochs hold
+    num_epochs: int = 1
+    ckpt_every_steps: int | None = None  # None: only the last step is kept
+    val_every_steps: int | None = None  # None: only after the last step
+    gc_every_steps: int | None = None  # None: Python collects when it likes
+    save_checkpoint_every_epoch: bool = only(False)
+
+
+@dataclass
+class DistEnv:
+    backend: str | None = None  # None: nccl with CUDA, gloo without
+    timeout_minutes: float = 10.0
+
+
+@dataclass
+class Rng:
+    _target_: str = "StatefulRNG"
+    seed: int | None = None  # None: the recipe's seed
+    ranked: bool = True  # each rank draws from its own stream (seed + rank)
+    deterministic: bool = True
+
+
+@dataclass
+class Model:
+    _target_: str = "NeMoAutoModelForImageTextToText.from_pretrained"
+    pretrained_model_name_or_path: str | None = None  # a local directory
+    config: dict | None = None  # for from_config: keys of transformers' Qwen3_5MoeConfig
+    attn_implementation: str = "sdpa"
+    torch_dtype: str = "float32"  # to compute in, where mp_policy.param_dtype does not say; masters are fp32
+    backend: dict | None = only(None)
+    text_config: dict | None = None  # overrides of the directory's text_config
+    vision_config: dict | None = None
+    freeze_config: dict | None = only(None)
+    trust_remote_code: bool = only(False)
+    use_liger_kernel: bool = only(False)
+
+
+@dataclass
+class Processor:
+    _target_: str = "AutoProcessor.from_pretrained"
+    pretrained_model_name_or_path: str | None = None  # None: the model's directory
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    words: list[str] | None = None  # for build_processor: character runs that are one token each
+    video_processor: dict | None = only(None)
+
+
+@dataclass
+class Checkpoint:
+    enabled: bool = True
+    checkpoint_dir: str | None = None  # None: <output_dir>/checkpoints
+    restore_from: str | None = None  # a step folder
+    max_recent_checkpoints: int | None = None  # None: all are kept
+    save_consolidated: bool | str = "final"  # the Hugging Face export: false or final
+    model_save_format: str = only("safetensors")
+    is_async: bool = only(False)
+    wait_for_staging: bool = only(False)
+    cpu_offload: bool = only(False)
+    best_metric_key: str | None = only(None)
+    v4_compatible: bool = only(False)
+    staging_dir: str | None = only(None)
+    single_rank_consolidation: bool = only(False)
+    consolidation_timeout_minutes: float = 30.0
+    allow_legacy_pickle_restore: bool = only(False)
+
+
+@dataclass
+class MpPolicy:
+    _target_: str = "MixedPrecisionPolicy"
+    param_dtype: str | None = None  # None: model.torch_dtype
+    reduce_dtype: str = "float32"
+    output_dtype: str | None = None
+    cast_forward_inputs: bool = True
+
+
+@dataclass
+class FrameSharding:
+    enabled: bool = only(False)
+    mesh_dims: list[str] | None = None
+    min_tokens: int = 2048
+    min_frames: int = 32
+    min_local_patch_rows: int = 96
+    cost_alpha: Any = "auto"
+
+
+@dataclass
+class VisionParallel:
+    frame_sharding: FrameSharding = block(FrameSharding)
+
+
+@dataclass
+class Multimodal:
+    vision: VisionParallel = block(VisionParallel)
+    frozen_sharding: str | None = only(None)
+
+
+@dataclass
+class Pipeline:
+    reduce_grad_per_microbatch: bool | None = None  # the inverse of distributed.defer_fsdp_grad_sync
+    pp_schedule: str | None = only(None)
+    pp_microbatch_size: int | None = only(None)
+    scale_grads_in_schedule: bool = only(False)
+    round_virtual_stages_to_pp_multiple: str | None = only(None)
+    layers_per_stage: int | None = only(None)
+    patch_inner_model: bool = only(False)
+    patch_causal_lm_model: bool = only(False)
+    dtype: str | None = only(None)
+
+
+@dataclass
+class Distributed:
+    _target_: str | None = None  # accepted and unused, as upstream's parser does
+    strategy: str = only("fsdp2")
+    dp_size: int | None = None  # None: all ranks
+    dp_replicate_size: int | None = only(None, 1)
+    tp_size: int | None = only(1, None)
+    cp_size: int | None = only(1, None)
+    pp_size: int | None = only(1, None)
+    ep_size: int | None = only(1, None)
+    sequence_parallel: bool = only(False)
+    activation_checkpointing: bool | str = False  # false, true or "full"
+    activation_checkpointing_scope: Any = only(None, "all")
+    defer_fsdp_grad_sync: bool | None = None  # None: true, as upstream, unless pipeline says otherwise
+    reshard_after_forward: bool = True
+    mp_policy: MpPolicy = block(MpPolicy)
+    offload_policy: Any = only(None)
+    autocast_dtype: str | None = only(None)
+    pipeline: dict | None = only(None)
+    moe: dict | None = only(None)
+    multimodal: Multimodal = block(Multimodal)
+    enable_async_tensor_parallel: bool = only(False)
+    enable_compile: bool = only(False)
+    enable_fsdp2_prefetch: bool = only(False)
+    tp_plan: Any = only(None)
+    patch_is_packed_sequence: bool = only(False)
+
+
+@dataclass
+class FreezeConfig:
+    freeze_embeddings: bool = False
+    freeze_vision_tower: bool = False
+    freeze_audio_tower: bool = True  # Qwen3.5 has none, so both values mean the same
+    freeze_language_model: bool = False
+
+
+@dataclass
+class LossFn:
+    _target_: str = "MaskedCrossEntropy"
+
+
+@dataclass
+class Dataset:
+    _target_: str = "make_chat_jsonl_dataset"
+    path_or_dataset: str | None = None
+    split: str = "train"
+    shuffle_images: bool = False  # deal the images to the wrong prompts: what is left without sight
+    limit: int | None = None  # the first so many samples
+    cache: bool = False  # keep prepared samples in memory
+
+
+@dataclass
+class PackedSequence:
+    enabled: bool = only(False)
+    pretokenize: bool = only(False)
+    max_length: int | None = only(None)
+    pack_size: int = only(0, None)
+    collate_max_length: int | None = only(None)
+    packing_ratio: float | None = only(None, 1.0)
+    drop_long_samples: bool = only(False)
+    balance_media_tokens: bool = only(False)
+    max_packs: int | None = only(None)
+    attn_implementation: str | None = only(None)
+    packing_format: str | None = only(None)
+    post_tokenize_hook_fn: str | None = only(None)
+
+
+@dataclass
+class Dataloader:
+    _target_: str = "StatefulDataLoader"
+    num_workers: int = 0
+    pin_memory: bool = False
+    drop_last: bool = only(True)
+    shuffle: bool = True
+    collate_fn: Any = only(None, "default_collate_fn")
+
+
+@dataclass
+class ClipGradNorm:
+    max_norm: float | None = 1.0  # as upstream's VLM recipe; None: only measure
+
+
+@dataclass
+class Prewarm:
+    cublas_backward: bool = only(False)
+    fla_gdn_autotune: bool = only(False)
+    mamba_ssd_autotune: bool = only(False)
+    comm_groups: bool = only(False)
+
+
+@dataclass
+class Optimizer:
+    _target_: str = "FusedAdamW"
+    lr: float = 1e-4
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    adam_w_mode: bool = only(True)
+    bias_correction: bool = only(True)
+    master_weights: bool = only(True)
+    master_weight_dtype: str = only("float32", "torch.float32", "fp32")
+    store_param_remainders: bool = only(False)
+    exp_avg_dtype: str = only("float32", "torch.float32", "fp32")
+    exp_avg_sq_dtype: str = only("float32", "torch.float32", "fp32")
+
+
+@dataclass
+class LrScheduler:
+    lr_decay_style: str = "constant"  # constant, linear or cosine
+    lr_warmup_steps: int = 0
+    lr_decay_steps: int | None = None  # None: all steps of the run
+    init_lr: float = 0.0  # where the warm-up starts
+    max_lr: float | None = None  # None: optimizer.lr
+    min_lr: float = 0.0  # where the decay ends
+    start_wd: float | None = only(None)
+    end_wd: float | None = only(None)
+    wd_incr_steps: int | None = only(None)
+    wd_incr_style: str | None = only(None, "constant")
+    wsd_decay_steps: int | None = only(None)
+    lr_wsd_decay_style: str | None = only(None)
+
+
+@dataclass
+class Recipe:
+    """A whole recipe; see config.load_recipe."""
+
+    recipe: str = "FinetuneRecipeForVLM"
+    seed: int = 1234
+    output_dir: str | None = None  # None: runs/<recipe's file name>
+    step_scheduler: StepScheduler = block(StepScheduler)
+    dist_env: DistEnv = block(DistEnv)
+    rng: Rng = block(Rng)
+    model: Model = block(Model)
+    processor: Processor = block(Processor)
+    checkpoint: Checkpoint = block(Checkpoint)
+    distributed: Distributed = block(Distributed)
+    pipeline: Pipeline = block(Pipeline)
+    freeze_config: FreezeConfig = block(FreezeConfig)
+    loss_fn: LossFn = block(LossFn)
+    dataset: Dataset = block(Dataset)
+    validation_dataset: Dataset | None = None
+    validation_dataloader: dict | None = only(None)
+    packed_sequence: PackedSequence = block(PackedSequence)
+    dataloader: Dataloader = block(Dataloader)
+    clip_grad_norm: ClipGradNorm = block(ClipGradNorm)
+    prewarm: Prewarm = block(Prewarm)
+    optimizer: Optimizer = block(Optimizer)
+    lr_scheduler: LrScheduler = block(LrScheduler)
+    wandb: dict | None = only(None)
+    ci: Any = None  # for the people who run recipes on a cluster; training does not read it

@@ -1,0 +1,82 @@
+"""The names that a recipe's `_target_` keys may hold. Names are looked up here, never imported by string."""
+
+import difflib
+
+_MODEL_CLASSES = (
+    "NeMoAutoModelForImageTextToText",
+    "nemo_automodel.NeMoAutoModelForImageTextToText",
+    "AutoModelForImageTextToText",
+    "transformers.AutoModelForImageTextToText",
+)
+
+TARGETS = {
+    "rng": {"StatefulRNG": "ranked", "nemo_automodel.components.training.rng.StatefulRNG": "ranked"},
+    "model": {f"{name}.{how}": how for name in _MODEL_CLASSES for how in ("from_pretrained", "from_config")},
+    "processor": {
+        "build_processor": "build",
+        "AutoProcessor.from_pretrained": "from_pretrained",
+        "transformers.AutoProcessor.from_pretrained": "from_pretrained",
+    },
+    "loss_fn": {
+        "MaskedCrossEntropy": "masked",
+        "nemo_automodel.components.loss.masked_ce.MaskedCrossEntropy": "masked",
+    },
+    "dataset": {"make_chat_jsonl_dataset": "chat_jsonl", "make_digits_dataset": "digits"},
+    "dataloader": {
+        "StatefulDataLoader": "stateful",
+        "torchdata.stateful_dataloader.StatefulDataLoader": "stateful",
+    },
+    "optimizer": {
+        "FusedAdamW": "fused_adamw",
+        "automodel_c.optim.FusedAdamW": "fused_adamw",
+        "torch.optim.AdamW": "fused_adamw",
+        "transformer_engine.pytorch.optimizers.FusedAdam": "fused_adamw",
+        "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam": "fused_adamw",
+    },
+    "mp_policy": {
+        "MixedPrecisionPolicy": "fsdp2",
+        "torch.distributed.fsdp.MixedPrecisionPolicy": "fsdp2",
+    },
+    "recipe": {
+        "FinetuneRecipeForVLM": "finetune_vlm",
+        "nemo_automodel.recipes.vlm.finetune.FinetuneRecipeForVLM": "finetune_vlm",
+    },
+}
+
+# names of NeMo Automodel that a recipe may know and this package does not carry out yet
+NOT_YET = {
+    "loss_fn": {
+        "ChunkedCrossEntropy", "nemo_automodel.components.loss.chunked_ce.ChunkedCrossEntropy",
+        "FusedLinearCrossEntropy", "nemo_automodel.components.loss.linear_ce.FusedLinearCrossEntropy",
+    },
+}
+
+
+def check_targets(recipe, error):
+    """Raises `error` for a `_target_` (or `recipe`) that is in no table, naming the key and the nearest name, and
+    NotImplementedError for one in NOT_YET."""
+    sections = [
+        ("recipe", "recipe", recipe.recipe),
+        ("rng", "rng._target_", recipe.rng._target_),
+        ("model", "model._target_", recipe.model._target_),
+        ("processor", "processor._target_", recipe.processor._target_),
+        ("loss_fn", "loss_fn._target_", recipe.loss_fn._target_),
+        ("dataset", "dataset._target_", recipe.dataset._target_),
+        ("dataloader", "dataloader._target_", recipe.dataloader._target_),
+        ("optimizer", "optimizer._target_", recipe.optimizer._target_),
+        ("mp_policy", "distributed.mp_policy._target_", recipe.distributed.mp_policy._target_),
+    ]
+    if recipe.validation_dataset is not None:
+        sections.append(("dataset", "validation_dataset._target_", recipe.validation_dataset._target_))
+    for section, key, name in sections:
+        known = TARGETS[section]
+        if name in NOT_YET.get(section, ()):
+            raise NotImplementedError(f"{key}={name!r} is not supported yet; only {' or '.join(map(repr, known))} is")
+        if name not in known:
+            near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)[0]
+            raise error(f"{key}: unknown name {name!r}; the nearest known one is {near!r}")
+
+
+def resolve(section, name):
+    """What the name `name` means in `section`; the name has passed check_targets."""
+    return TARGETS[section][name]

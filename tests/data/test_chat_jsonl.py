@@ -1,0 +1,52 @@
+import json
+
+import pytest
+import torch
+from PIL import Image
+
+from automodel_c.data.chat_jsonl import ChatJsonlDataset
+
+
+@pytest.fixture
+def written(tmp_path):
+    """Eight conversations, each with an image of its own grey."""
+    lines = []
+    for i in range(8):
+        Image.new("L", (32, 32), 30 * i).save(tmp_path / f"{i}.png")
+        content = [{"type": "image", "image": f"{i}.png"}, {"type": "text", "text": "?"}]
+        lines.append(json.dumps({"messages": [{"role": "user", "content": content},
+                                              {"role": "assistant", "content": str(i)}]}))
+    (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n")
+    return tmp_path / "a.jsonl"
+
+
+def _greys(dataset):
+    return [float(dataset[i]["pixel_values"][0, 0]) for i in range(len(dataset))]
+
+
+def test_chat_jsonl(written, processor):
+    dataset = ChatJsonlDataset(written, processor)
+    assert len(dataset) == 8 and _greys(dataset) == sorted(_greys(dataset))
+    assert len(ChatJsonlDataset(written, processor, limit=3)) == 3
+
+
+def test_chat_jsonl_cache(written, processor):
+    dataset = ChatJsonlDataset(written, processor, cache=True)
+    assert dataset[2] is dataset[2]
+
+
+def test_chat_jsonl_shuffle_images(written, processor):
+    plain = ChatJsonlDataset(written, processor)
+    dealt = ChatJsonlDataset(written, processor, shuffle_images=True, seed=1)
+    again = ChatJsonlDataset(written, processor, shuffle_images=True, seed=1)
+    assert _greys(dealt) == _greys(again) != _greys(plain)
+    assert sorted(_greys(dealt)) == _greys(plain), "every image is dealt once"
+    assert all(torch.equal(dealt[i]["labels"], plain[i]["labels"]) for i in range(8)), "answers stay"
+
+
+@pytest.mark.parametrize("line", ["{", "{}", '{"messages": [{}]}', '{"messages": 3}'])
+def test_chat_jsonl_bad_line(written, processor, line):
+    with open(written, "a") as file:
+        file.write(line + "\n")
+    with pytest.raises(ValueError, match="line 9: not a conversation"):
+        ChatJsonlDataset(written, processor)

@@ -1,0 +1,62 @@
+import pytest
+from PIL import Image
+
+from automodel_c.data.encode import encode_conversation
+
+IMAGE = {"type": "image", "image": "x.png"}
+
+
+def _user(*parts):
+    return {"role": "user", "content": [p if isinstance(p, dict) else {"type": "text", "text": p} for p in parts]}
+
+
+def _answer(text):
+    return {"role": "assistant", "content": text}
+
+
+def _image(side=32):
+    return Image.new("RGB", (side, side), "white")
+
+
+def _labelled_text(sample, processor):
+    kept = sample["labels"][sample["labels"] != -100].tolist()
+    return processor.tokenizer.decode(kept)
+
+
+def test_encode_conversation_labels_the_answer(processor):
+    sample = encode_conversation([_user(IMAGE, "Which digit?"), _answer("7")], [_image()], processor)
+    assert _labelled_text(sample, processor) == "7<|im_end|>"
+    ids, labels = sample["input_ids"], sample["labels"]
+    assert ids.shape == labels.shape
+    places = (labels != -100).nonzero().flatten().tolist()
+    assert places[1] == places[0] + 1 and ids[places[1]] == labels[places[0]], "labels are the next token"
+
+
+def test_encode_conversation_labels_every_turn(processor):
+    messages = [_user(IMAGE, "a?"), _answer("one"), _user("and b?"), _answer("two")]
+    sample = encode_conversation(messages, [_image()], processor)
+    assert _labelled_text(sample, processor) == "one<|im_end|>two<|im_end|>"
+
+
+@pytest.mark.parametrize("images", [0, 1, 2])
+def test_encode_conversation_expands_images(processor, images):
+    sample = encode_conversation([_user(*[IMAGE] * images, "?"), _answer("1")], [_image()] * images, processor)
+    assert sample["image_grid_thw"].tolist() == [[1, 4, 4]] * images
+    assert sample["pixel_values"].shape == (16 * images, 3 * 2 * 8 * 8)
+    assert (sample["input_ids"] == processor.image_token_id).sum() == 4 * images
+
+
+@pytest.mark.parametrize("parts, images", [(1, 0), (1, 2), (0, 1)])
+def test_encode_conversation_image_count(processor, parts, images):
+    with pytest.raises(ValueError, match=f"images has {images} elements, messages have {parts} image parts"):
+        encode_conversation([_user(*[IMAGE] * parts, "?"), _answer("1")], [_image()] * images, processor)
+
+
+def test_encode_conversation_placeholder_in_text(processor):
+    with pytest.raises(ValueError, match="the text holds 2 image placeholders, images are 1"):
+        encode_conversation([_user(IMAGE, "<|image_pad|>"), _answer("1")], [_image()], processor)
+
+
+def test_encode_conversation_no_answer(processor):
+    with pytest.raises(ValueError, match="no assistant turn"):
+        encode_conversation([_user("?")], [], processor)

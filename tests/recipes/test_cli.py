@@ -1,0 +1,72 @@
+import pytest
+
+from automodel_c.cli import main
+
+from .conftest import DIGITS, run_cli
+
+
+def _refused(capsys, *arguments):
+    """The one line that a usage error prints."""
+    try:
+        status = main(list(arguments))
+    except SystemExit as exit:
+        status = exit.code
+    out = capsys.readouterr()
+    assert status == 2 and "Traceback" not in out.err + out.out
+    return out.err
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "required"),
+        (["tain"], "invalid choice"),
+        (["train"], "required: recipe"),
+        (["train", "no/such.yaml"], "recipe no/such.yaml: No such file"),
+        (["train", DIGITS, "optimizer.rl=1"], "unknown key optimizer.rl; the nearest known key is optimizer.lr"),
+        (["train", DIGITS, "--nproc", "0"], "--nproc: expected at least 1"),
+        (["train", DIGITS, "--nproc", "two"], "--nproc"),
+        (["train", DIGITS, "--fast"], "unrecognized arguments: --fast"),
+        (["train", DIGITS, "--nproc", "2", "seeed=1"], "unknown key seeed; the nearest known key is seed"),
+        (["train", DIGITS, "distributed.tp_size=2"], "distributed.tp_size=2 is not supported yet"),
+    ],
+)
+def test_main_usage_error(capsys, arguments, message):
+    assert message in _refused(capsys, *arguments)
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("step_scheduler.local_batch_size=5", "global_batch_size=16 is no multiple"),
+        ("distributed.dp_size=4", "distributed.dp_size=4, but 1 ranks were started"),
+        ("checkpoint.restore_from=runs/nowhere", "checkpoint.restore_from='runs/nowhere': expected a folder"),
+        ("dataset.split=tests", "no file .*tests.jsonl"),
+        ("model.config.text_config.hiden_size=8", "text_config.hiden_size; .*text_config.hidden_size"),
+        ("model.config.text_config.vocab_size=8", "vocab_size=8: the tokenizer has"),
+        ("model.torch_dtype=int8", "model.torch_dtype: expected a floating-point dtype"),
+        ("lr_scheduler.lr_decay_style=WSD", "lr_decay_style='WSD' is not supported"),
+    ],
+)
+def test_main_refused_while_building(capsys, tiny, tmp_path, override, message):
+    import re
+
+    error = _refused(capsys, "train", DIGITS, *tiny, override, f"output_dir={tmp_path}")
+    assert re.search(message, error), error
+
+
+def test_main_check(capsys, tiny, tmp_path):
+    assert main(["train", DIGITS, *tiny, "--check", f"output_dir={tmp_path / 'out'}"]) == 0
+    assert "recipe is fine" in capsys.readouterr().out
+    assert not (tmp_path / "out").exists(), "a check writes nothing"
+
+
+def test_main_refused_on_two_ranks(tiny):
+    done = run_cli("train", DIGITS, *tiny, "--nproc", "2", "--check", "step_scheduler.local_batch_size=5")
+    assert done.returncode == 2 and "Traceback" not in done.stderr + done.stdout
+    assert done.stderr.count("global_batch_size=16 is no multiple") == 1
+
+
+def test_doctor(capsys):
+    assert main(["doctor"]) == 0
+    assert "torch 2." in capsys.readouterr().out

@@ -1,0 +1,142 @@
+from dataclasses import asdict
+
+import pytest
+import yaml
+
+from automodel_c.recipes.config import RecipeError, load_recipe
+
+from .conftest import DIGITS
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """Writes a mapping as a recipe and loads it."""
+
+    def load(tree, *overrides):
+        path = tmp_path / "some.yaml"
+        path.write_text(yaml.safe_dump(tree))
+        return load_recipe(path, overrides)
+
+    return load
+
+
+def test_load_recipe_digits():
+    recipe = load_recipe(DIGITS)
+    assert recipe.output_dir == "runs/digits"
+    assert recipe.pipeline.reduce_grad_per_microbatch is True
+    assert recipe.rng.seed == recipe.seed == 1234
+
+
+def test_load_recipe_overrides(recipe):
+    loaded = recipe({"optimizer": {"lr": 0.1}}, "optimizer.lr=1e-3", "checkpoint.enabled=false",
+                    "optimizer.betas=[0.5, 0.6]", "output_dir=x=y", "wandb=null")
+    assert loaded.optimizer.lr == 1e-3 and loaded.checkpoint.enabled is False
+    assert loaded.optimizer.betas == [0.5, 0.6] and loaded.output_dir == "x=y"
+
+
+@pytest.mark.parametrize(
+    "tree, message",
+    [
+        ({"optimiser": {}}, "unknown key optimiser; the nearest known key is optimizer"),
+        ({"distributed": {"multimodal": {"visio": {}}}}, "multimodal.visio; .* distributed.multimodal.vision"),
+        ({"step_scheduler": {"max_step": 1}}, "step_scheduler.max_step; .* is step_scheduler.max_steps"),
+        ({"distributed": {"multimodal": {"visio": {}}}}, "multimodal.visio; .* is distributed.multimodal.vision"),
+        ({"validation_dataset": {"splitt": "x"}}, "validation_dataset.splitt; .* validation_dataset.split"),
+    ],
+)
+def test_load_recipe_unknown_key(recipe, tree, message):
+    with pytest.raises(RecipeError, match=message):
+        recipe(tree)
+
+
+def test_load_recipe_unknown_override(recipe):
+    with pytest.raises(RecipeError, match=r"optimizer\.lrr; the nearest known key is optimizer\.lr"):
+        recipe({}, "optimizer.lrr=1")
+
+
+@pytest.mark.parametrize(
+    "tree, message",
+    [
+        ({"step_scheduler": {"max_steps": "many"}}, "step_scheduler.max_steps: expected int, found 'many'"),
+        ({"step_scheduler": {"max_steps": True}}, "step_scheduler.max_steps: expected int, found True"),
+        ({"step_scheduler": {"max_steps": 0}}, "step_scheduler.max_steps: expected at least 1, found 0"),
+        ({"optimizer": {"lr": "fast"}}, "optimizer.lr: expected float, found 'fast'"),
+        ({"optimizer": {"betas": [0.9]}}, "optimizer.betas: expected two numbers"),
+        ({"optimizer": 3}, "optimizer: expected a mapping of keys, found 3"),
+        ({"optimizer": {"_target_": "torch.optim.SGD"}}, "optimizer._target_: unknown name 'torch.optim.SGD'"),
+        ({"dataset": {"_target_": "make_digit_dataset"}}, "the nearest known one is 'make_digits_dataset'"),
+    ],
+)
+def test_load_recipe_bad_value(recipe, tree, message):
+    with pytest.raises(RecipeError, match=message):
+        recipe(tree)
+
+
+@pytest.mark.parametrize("override", ["lr", "=3", "a.b=[1"])
+def test_load_recipe_bad_override(recipe, override):
+    with pytest.raises(RecipeError, match="override"):
+        recipe({}, override)
+
+
+@pytest.mark.parametrize(
+    "text, message", [("- 1\n", "a mapping of keys"), ("a: [\n", "is not YAML"), (None, "No such file")])
+def test_load_recipe_bad_file(tmp_path, text, message):
+    if text is not None:
+        (tmp_path / "r.yaml").write_text(text)
+    with pytest.raises(RecipeError, match=message):
+        load_recipe(tmp_path / "r.yaml")
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("distributed.tp_size", "2"),
+        ("distributed.cp_size", "2"),
+        ("distributed.pp_size", "4"),
+        ("distributed.ep_size", "8"),
+        ("distributed.strategy", "megatron_fsdp"),
+        ("distributed.sequence_parallel", "true"),
+        ("distributed.activation_checkpointing", "selective"),
+        ("distributed.multimodal.vision.frame_sharding.enabled", "true"),
+        ("checkpoint.is_async", "true"),
+        ("checkpoint.model_save_format", "torch_save"),
+        ("packed_sequence.pack_size", "4096"),
+        ("optimizer.exp_avg_dtype", "bfloat16"),
+        ("prewarm.comm_groups", "true"),
+        ("wandb", "{project: x}"),
+        ("dataloader.drop_last", "false"),
+        ("loss_fn._target_", "FusedLinearCrossEntropy"),
+    ],
+)
+def test_load_recipe_not_supported(recipe, key, value):
+    with pytest.raises(NotImplementedError, match=f"{key}=.* is not supported yet; only"):
+        recipe({}, f"{key}={value}")
+
+
+def test_load_recipe_off_values(recipe):
+    off = {
+        "ci": {"recipe_owner": "x", "time": "00:10:00", "anything": 1},
+        "distributed": {"strategy": "fsdp2", "tp_size": 1, "cp_size": 1, "pp_size": 1, "ep_size": 1, "dp_size": None,
+                        "sequence_parallel": False, "_target_": "FSDP2Manager"},
+        "packed_sequence": {"pack_size": 0}, "checkpoint": {"is_async": False},
+        "optimizer": {"_target_": "torch.optim.AdamW", "master_weights": True, "master_weight_dtype": "torch.float32"},
+    }
+    assert asdict(recipe(off))["ci"] == off["ci"]
+
+
+@pytest.mark.parametrize("defer, eager, expected", [
+    (None, None, False), (True, None, False), (False, None, True), (None, True, True), (None, False, False),
+    (False, True, True), (True, False, False),
+])
+def test_load_recipe_grad_sync(recipe, defer, eager, expected):
+    tree = {"distributed": {"defer_fsdp_grad_sync": defer}, "pipeline": {"reduce_grad_per_microbatch": eager}}
+    loaded = recipe(tree)
+    assert loaded.pipeline.reduce_grad_per_microbatch is expected
+    assert loaded.distributed.defer_fsdp_grad_sync is (not expected)
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_load_recipe_grad_sync_disagrees(recipe, value):
+    tree = {"distributed": {"defer_fsdp_grad_sync": value}, "pipeline": {"reduce_grad_per_microbatch": value}}
+    with pytest.raises(RecipeError, match=r"defer_fsdp_grad_sync=.* and .*reduce_grad_per_microbatch=.* disagree"):
+        recipe(tree)

@@ -1,0 +1,44 @@
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from automodel_c.recipes.config import load_recipe
+from automodel_c.recipes.step import cross_entropy_sum
+
+from .conftest import DIGITS, ROOT
+from .step_worker import gradients
+
+
+def test_cross_entropy_sum():
+    logits = torch.randn(2, 3, 5, requires_grad=True)
+    labels = torch.tensor([[1, -100, 4], [-100, -100, 0]])
+    loss = cross_entropy_sum(logits, labels)
+    expected = -sum(logits.log_softmax(-1)[b, t, labels[b, t]] for b, t in ((0, 0), (0, 2), (1, 2)))
+    assert torch.allclose(loss, expected)
+
+
+def test_cross_entropy_sum_no_label():
+    logits = torch.full((1, 3, 5), float("nan"), requires_grad=True)
+    loss = cross_entropy_sum(logits, torch.full((1, 3), -100))
+    loss.backward()
+    assert loss.item() == 0 and (logits.grad == 0).all()
+
+
+def test_gradients_do_not_depend_on_ranks(tiny, tmp_path):
+    """Loss and gradients of one global batch on one rank and on two, reduced in every microbatch and deferred."""
+    gradients(load_recipe(DIGITS, tiny), tmp_path / "one.pt")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+               "-m", "tests.recipes.step_worker", DIGITS, str(tmp_path / "two.pt"), *tiny]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    one, *others = torch.load(tmp_path / "one.pt") + torch.load(tmp_path / "two.pt")
+    for other in others:
+        assert other["labels"] == one["labels"] == 24, "16 samples of two labels, four without"
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-6)
+        for name, expected in one["gradients"].items():
+            error = (other["gradients"][name] - expected).norm() / expected.norm().clamp(min=1e-12)
+            assert error < 1e-5, f"{name}: {error:.2e}"

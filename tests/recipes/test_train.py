@@ -1,0 +1,90 @@
+import json
+import math
+import shutil
+
+import pytest
+import torch
+
+from automodel_c.data.collate import collate
+from automodel_c.recipes.checkpoint import checkpoint_step
+from automodel_c.recipes.config import load_recipe
+from automodel_c.recipes.finetune_vlm import build
+from automodel_c.recipes.runtime import start_ranks
+from automodel_c.recipes.step import model_inputs
+
+from .conftest import DIGITS, train_two_ranks
+
+
+def _rows(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_train_metrics(finished):
+    rows = _rows(finished[0] / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    for row in rows:
+        assert type(row["step"]) is int and type(row["tokens"]) is int
+        for key in ("loss", "grad_norm", "lr", "tokens_per_s", "memory"):
+            assert type(row[key]) is float and math.isfinite(row[key]) and row[key] > 0, (key, row)
+        assert row["num_label_tokens"] == 32 and row["tokens"] == 16 * 21
+    assert rows[0]["lr"] == pytest.approx(1e-3) and rows[-1]["lr"] < rows[2]["lr"]
+
+
+def test_train_output(finished):
+    folder, done = finished
+    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert [row["step"] for row in _rows(folder / "validation.jsonl")] == [4, 6]
+    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["step_3", "step_6"]
+    assert all((p / ".metadata").is_file() for p in (folder / "checkpoints").iterdir())
+    assert "held-out accuracy: " in done.stdout and " of 21)" in done.stdout
+    for word in ("loss ", " tokens/s", " GiB", "6/6"):
+        assert done.stderr.rsplit("\r", 1)[-1].count(word) == 1, done.stderr
+
+
+def test_train_resumes(finished, tiny, tmp_path):
+    """From step 3 on, another process writes the same losses, to the bit."""
+    folder = finished[0]
+    shutil.copytree(folder, tmp_path / "run")
+    train_two_ranks(*tiny, f"output_dir={tmp_path / 'run'}",
+                    f"checkpoint.restore_from={tmp_path / 'run' / 'checkpoints' / 'step_3'}")
+    keys = ("step", "loss", "grad_norm", "lr", "tokens")
+    before, after = ([[row[k] for k in keys] for row in _rows(f / "metrics.jsonl")] for f in (folder, tmp_path / "run"))
+    assert after == before
+    assert _rows(tmp_path / "run" / "validation.jsonl") == _rows(folder / "validation.jsonl")
+
+
+def test_export_loads_into_transformers(finished, tiny):
+    """The directory gives transformers the weights of the last checkpoint, which one rank can read as well."""
+    from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
+
+    folder = finished[0]
+    exported, info = AutoModelForImageTextToText.from_pretrained(
+        folder / "hf", output_loading_info=True, local_files_only=True)
+    assert not any(info.values()), info
+    assert AutoTokenizer.from_pretrained(folder / "hf").chat_template
+    assert AutoImageProcessor.from_pretrained(folder / "hf", backend="pil").patch_size == 8
+    recipe = load_recipe(DIGITS, [*tiny, f"checkpoint.restore_from={folder / 'checkpoints' / 'step_6'}"])
+    with start_ranks(recipe) as runtime, torch.no_grad():
+        run = build(recipe, runtime)
+        inputs = model_inputs(collate([run.held_out[i] for i in range(3)], run.processor), runtime.device)
+        run.model.eval()
+        ours, theirs = run.model(**inputs, use_cache=False).logits, exported.eval()(**inputs, use_cache=False).logits
+    assert torch.equal(ours, theirs)
+
+
+def test_train_from_export(finished, tiny, tmp_path, capsys):
+    """The export is a model directory that a recipe can start from."""
+    from automodel_c.cli import main
+
+    assert main(["train", DIGITS, *tiny, "--check", f"output_dir={tmp_path}", "model.config=null",
+                 "model._target_=NeMoAutoModelForImageTextToText.from_pretrained",
+                 f"model.pretrained_model_name_or_path={finished[0] / 'hf'}",
+                 "processor._target_=AutoProcessor.from_pretrained", "processor.words=null"]) == 0
+    assert "recipe is fine" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["step_3", "epoch_3", "step_x"])
+def test_checkpoint_step_refuses(tmp_path, name):
+    (tmp_path / name).mkdir()
+    with pytest.raises(ValueError, match=r"expected a folder called step_<n> that holds \.metadata"):
+        checkpoint_step(tmp_path / name)
