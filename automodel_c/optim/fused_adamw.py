@@ -79,15 +79,12 @@ class FusedAdamW(torch.optim.Optimizer):
                 return loss
         if not self._state_complete:
             self._complete_state()
-        groups = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
         for device in self._devices:
-            mine = groups if len(self._devices) == 1 else [[p for p in ps if p.device == device] for ps in groups]
-            self._step_on(device, mine, found_inf, grad_scale)
+            self._step_on(device, found_inf, grad_scale)
         return loss
 
-    def _step_on(self, device, groups, found_inf, grad_scale):
-        params = [p for params in groups for p in params]
-        grads = [p.grad for p in params]
+    def _step_on(self, device, found_inf, grad_scale):
+        params, grads, group_sizes = self._with_gradients(device if len(self._devices) > 1 else None)
         states = [self.state[p] for p in params]
         if not all(states):
             self._complete_state()
@@ -98,12 +95,12 @@ class FusedAdamW(torch.optim.Optimizer):
         masters = [s.get("master_param", none) for s in states]
         if all(m is none for m in masters):
             masters = None
-        written = [params, exp_avgs, exp_avg_sqs, masters or []]
+        stepped = params
         if any_dtensor(params):
-            grads = [to_local(t) for t in grads]
-            locals_ = [[to_local(t) for t in tensors] for tensors in written]
-            written += locals_
-            params, exp_avgs, exp_avg_sqs, masters = (*locals_[:3], locals_[3] or None)
+            params, grads, exp_avgs, exp_avg_sqs = (
+                [to_local(t) for t in tensors] for tensors in (params, grads, exp_avgs, exp_avg_sqs)
+            )
+            masters = masters and [to_local(t) for t in masters]
         lrs = [group["lr"] for group in self.param_groups]
         on_device = [isinstance(lr, torch.Tensor) and lr.device == device != torch.device("cpu") for lr in lrs]
         betas = [group["betas"] for group in self.param_groups]
@@ -114,7 +111,7 @@ class FusedAdamW(torch.optim.Optimizer):
             [s["step"] for s in states],
             grads,
             masters=masters,
-            group_sizes=list(map(len, groups)),
+            group_sizes=group_sizes,
             lr=[0.0 if there else float(lr) for lr, there in zip(lrs, on_device, strict=True)],
             beta1=[float(beta1) for beta1, _ in betas],
             beta2=[float(beta2) for _, beta2 in betas],
@@ -126,8 +123,23 @@ class FusedAdamW(torch.optim.Optimizer):
             found_inf=host_scalar(found_inf, device),
             grad_scale=host_scalar(grad_scale, device),
         )
-        for tensors in written:
-            torch.autograd.graph.increment_version(tensors)
+        torch.autograd.graph.increment_version(stepped)  # states are in nobody's graph
+        if params is not stepped:
+            torch.autograd.graph.increment_version(params)
+
+    def _with_gradients(self, device):
+        """(parameters, gradients, how many of each group) of what has a gradient, on `device` or anywhere (None)."""
+        params, grads, sizes = [], [], []
+        for group in self.param_groups:
+            mine = group["params"] if device is None else [p for p in group["params"] if p.device == device]
+            theirs = [p.grad for p in mine]
+            if any(grad is None for grad in theirs):
+                mine = [p for p, grad in zip(mine, theirs, strict=True) if grad is not None]
+                theirs = [grad for grad in theirs if grad is not None]
+            params += mine
+            grads += theirs
+            sizes.append(len(mine))
+        return params, grads, sizes
 
     @torch.no_grad()
     def _complete_state(self):
