@@ -162,5 +162,5 @@ def test_load_recipe_grad_sync(recipe, defer, eager, expected):
 @pytest.mark.parametrize("value", [True, False])
 def test_load_recipe_grad_sync_disagrees(recipe, value):
     tree = {"distributed": {"defer_fsdp_grad_sync": value}, "pipeline": {"reduce_grad_per_microbatch": value}}
-    with pytest.raises(RecipeError, match="defer_fsdp_grad_sync and .*reduce_grad_per_microbatch are both"):
+    with pytest.raises(RecipeError, match=r"defer_fsdp_grad_sync and .*reduce_grad_per_microbatch are both"):
         recipe(tree)
