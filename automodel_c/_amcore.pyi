@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 Tensor = Any  # has __dlpack__, or is a NumPy array
 Index = Sequence[int] | Tensor  # host integers, int32 or int64
+Tensors = list[Tensor] | tuple[Tensor, ...]
+Numbers = float | Sequence[float]  # one number, or one for each parameter group
 
 def build_info() -> dict[str, Any]: ...
 def set_isa(name: str) -> None: ...
@@ -23,3 +25,35 @@ def index_array(index: Index) -> NDArray[np.int64]: ...
 def frame_partition(patches: Index, world: int, *, alpha: int, bisect: bool) -> NDArray[np.int64] | None: ...
 def docs_from_ids(doc_ids: Index) -> NDArray[np.int64]: ...
 def docs_from_offsets(cu_seqlens: Index) -> NDArray[np.int64]: ...
+
+# adam: in place; every check comes before the first write
+def adam_step(
+    params: Tensors,  # float32 or bfloat16, dense; one without elements may stand anywhere
+    exp_avgs: Tensors,  # float32 or bfloat16; shape and strides of the parameter, as all below
+    exp_avg_sqs: Tensors,  # dtype of exp_avgs
+    steps: Tensors,  # float32 or int64, one element each
+    grads: Tensors,  # float32 or bfloat16
+    *,
+    masters: Tensors | None = None,  # float32 masters or int16 remainders of bfloat16; without elements: none
+    group_sizes: Index | None = None,  # tensors of each parameter group, in order; None: one group
+    lr: Numbers,
+    beta1: Numbers,
+    beta2: Numbers,
+    eps: Numbers,
+    weight_decay: Numbers,
+    lr_tensors: Tensors | None = None,  # float32 [1] for each group, in place of lr; without elements: lr
+    found_inf: Tensor | None = None,  # float32 [1]; not 0: nothing is written
+    grad_scale: Tensor | None = None,  # float32 [1]; gradients are divided by it
+) -> None: ...
+def grad_sumsq(
+    sumsq: Tensor,  # float64 [1], written
+    parts: Tensor,  # float64 [1024], written: scratch
+    grads: Tensors,  # float32 or bfloat16, dense
+) -> None: ...
+def scale_(
+    tensors: Tensors,  # float32 or bfloat16, dense, written
+    factor: Tensor,  # float64 [1]; exactly 1: nothing is written
+) -> None: ...
+
+# comm
+def comm_reduce_parts(out: Tensor, parts: Tensor, *, scale: float) -> None: ...

@@ -15,7 +15,7 @@ enum { MR = 32, MR_TAIL = 16, DEPTH_GRAIN = 16, PT_ROW = ATTENTION_ROWS / 2, PT_
 #include "attention_pairs.inc"
 
 /* GCC's tile intrinsics do not tell the compiler which memory they touch. */
-static inline void order_memory(void) { __asm__ volatile("" ::: "memory"); }
+static inline void order_memory(void) { atomic_signal_fence(memory_order_seq_cst); }
 
 static inline void begin(void)
 {

@@ -284,6 +284,30 @@ static int join_device(am_py_call *call, const char *name, const am_tensor *t, c
     return api->current_work_stream(DL_CUDA, t->dev_index, &ex->stream);
 }
 
+/* The producer could not describe its tensor: ValueError with the argument's name, its own exception as the cause. */
+static int table_failed(const am_py_call *call, const char *name)
+{
+    PyObject *type, *cause, *trace, *value;
+    PyErr_Fetch(&type, &cause, &trace);
+    PyErr_NormalizeException(&type, &cause, &trace);
+    if (cause != NULL && !PyErr_GivenExceptionMatches(cause, PyExc_RuntimeError) &&
+        !PyErr_GivenExceptionMatches(cause, PyExc_BufferError)) {
+        PyErr_Restore(type, cause, trace);
+        return -1;
+    }
+    Py_XDECREF(type);
+    Py_XDECREF(trace);
+    PyErr_Format(PyExc_ValueError, "%s: argument '%s' has no memory that can be read here (a meta or sparse tensor?)",
+                 call->fname, name);
+    if (cause == NULL)
+        return -1;
+    PyErr_Fetch(&type, &value, &trace);
+    PyErr_NormalizeException(&type, &value, &trace);
+    PyException_SetCause(value, cause);
+    PyErr_Restore(type, value, trace);
+    return -1;
+}
+
 int am_py_tensor(am_py_call *call, PyObject *obj, const char *name, int writable, am_tensor *t)
 {
     int rc;
@@ -292,12 +316,8 @@ int am_py_tensor(am_py_call *call, PyObject *obj, const char *name, int writable
         return -1;
     if (api != NULL) {
         DLTensor d;
-        if (api->dltensor_from_py_object_no_sync(obj, &d) != 0) {
-            if (!PyErr_Occurred())
-                PyErr_Format(PyExc_RuntimeError, "%s: argument '%s' could not be read through its exchange table",
-                             call->fname, name);
-            return -1;
-        }
+        if (api->dltensor_from_py_object_no_sync(obj, &d) != 0)
+            return table_failed(call, name);
         rc = read_dltensor(call, name, &d, t);
     } else if (am_py_is_ndarray(obj)) {
         rc = am_py_from_ndarray(call, obj, name, writable, t);
@@ -305,75 +325,4 @@ int am_py_tensor(am_py_call *call, PyObject *obj, const char *name, int writable
         rc = read_capsule(call, obj, name, writable, t);
     }
     return rc < 0 ? -1 : join_device(call, name, t, api);
-}
-
-static int index_from_sequence(am_py_call *call, PyObject *obj, const char *name, am_i64_array *out)
-{
-    const Py_ssize_t n = PySequence_Size(obj);
-    int64_t *data = n < 0 ? NULL : am_py_alloc(call, (size_t)n * sizeof *data);
-    if (data == NULL)
-        return -1;
-    for (Py_ssize_t i = 0; i < n; i++) {
-        PyObject *item = PySequence_GetItem(obj, i);
-        if (item == NULL)
-            return -1;
-        if (PyBool_Check(item) || !PyIndex_Check(item)) {
-            Py_DECREF(item);
-            PyErr_Format(PyExc_TypeError, "%s: argument '%s' holds something other than integers at %zd", call->fname,
-                         name, i);
-            return -1;
-        }
-        PyObject *index = PyNumber_Index(item);
-        Py_DECREF(item);
-        if (index == NULL)
-            return -1;
-        int overflow = 0;
-        data[i] = PyLong_AsLongLongAndOverflow(index, &overflow);
-        Py_DECREF(index);
-        if (overflow) {
-            PyErr_Format(PyExc_ValueError, "%s: argument '%s' does not fit in 64 bits at %zd", call->fname, name, i);
-            return -1;
-        }
-        if (data[i] == -1 && PyErr_Occurred())
-            return -1;
-    }
-    *out = (am_i64_array){data, n, true};
-    return 0;
-}
-
-int am_py_index(am_py_call *call, PyObject *obj, const char *name, am_i64_array *out)
-{
-    if (PyList_Check(obj) || PyTuple_Check(obj))
-        return index_from_sequence(call, obj, name, out);
-    am_tensor t = {0};
-    am_py_call reader = {.fname = call->fname, .module = call->module}; /* host data does not choose the device */
-    int64_t *data = NULL;
-    int rc = am_py_tensor(&reader, obj, name, 0, &t);
-    if (rc < 0)
-        goto out;
-    rc = -1;
-    if (t.dev != AM_DEV_CPU) {
-        PyErr_Format(PyExc_ValueError, "%s: argument '%s' must be on the CPU", call->fname, name);
-        goto out;
-    }
-    if (t.dtype != AM_I32 && t.dtype != AM_I64) {
-        PyErr_Format(PyExc_TypeError, "%s: argument '%s' must be int32 or int64, not %s", call->fname, name,
-                     am_dtype_name(t.dtype));
-        goto out;
-    }
-    if (t.ndim != 1) {
-        PyErr_Format(PyExc_ValueError, "%s: argument '%s' must have one axis, not %d", call->fname, name, t.ndim);
-        goto out;
-    }
-    data = am_py_alloc(call, (size_t)t.shape[0] * sizeof *data);
-    if (data == NULL)
-        goto out;
-    for (int64_t i = 0; i < t.shape[0]; i++)
-        data[i] =
-            t.dtype == AM_I64 ? ((const int64_t *)t.data)[i * t.stride[0]] : ((const int32_t *)t.data)[i * t.stride[0]];
-    *out = (am_i64_array){data, t.shape[0], true};
-    rc = 0;
-out:
-    am_py_release(&reader);
-    return rc;
 }

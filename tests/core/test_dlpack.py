@@ -207,7 +207,7 @@ def test_exchange_attribute_that_is_no_capsule():
 
 def test_exchange_table_that_fails_without_words():
     producer = exchange_type(lambda obj, out: -1)()
-    with pytest.raises(RuntimeError, match="'index' could not be read through its exchange table"):
+    with pytest.raises(ValueError, match="'index' has no memory that can be read here"):
         read(producer)
 
 
