@@ -79,11 +79,11 @@ def _documents(q, k, pack, cu_seqlens, cu_seqlens_k, doc_ids):
         docs = torch.tensor([0, q.shape[0]])
     else:
         pack.check_tokens(q.shape[0], "attention: q")
-        docs = torch.tensor(pack.docs).flatten()
+        docs = torch.from_numpy(pack.docs.flatten())
     if cu_seqlens_k is not None:
         pack_k = Pack(cu_seqlens=cu_seqlens_k)
         pack_k.check_tokens(k.shape[0], "attention: k")
-        return docs, torch.tensor(pack_k.docs).flatten()
+        return docs, torch.from_numpy(pack_k.docs.flatten())
     if pack is None and k.shape[0] != q.shape[0]:
         return docs, torch.tensor([0, k.shape[0]])
     if k.shape[0] != q.shape[0]:

@@ -28,14 +28,14 @@ static am_status check_inputs(const am_attention_args *a)
 {
     const am_tensor *const q = &a->q;
     const am_tensor *const k = &a->k;
-    AM_CHECK(q->dtype == AM_F32 || q->dtype == AM_BF16, AM_ERR_DTYPE, "attention: q is %s, float32 or bfloat16 is needed",
-             am_dtype_name(q->dtype));
+    AM_CHECK(q->dtype == AM_F32 || q->dtype == AM_BF16, AM_ERR_DTYPE,
+             "attention: q is %s, float32 or bfloat16 is needed", am_dtype_name(q->dtype));
     AM_CHECK(q->ndim == 3, AM_ERR_SHAPE, "attention: q has %d axes, [tokens, heads, dim] is needed", q->ndim);
     bool known = false;
     for (size_t i = 0; i < sizeof dims / sizeof *dims; i++)
         known |= q->shape[2] == dims[i];
-    AM_CHECK(known, AM_ERR_UNSUPPORTED, "attention: head dim %lld has no kernel; there are 16, 32, 64, 72, 80, 128, 256",
-             (long long)q->shape[2]);
+    AM_CHECK(known, AM_ERR_UNSUPPORTED,
+             "attention: head dim %lld has no kernel; there are 16, 32, 64, 72, 80, 128, 256", (long long)q->shape[2]);
     AM_TRY(check_tensor(q, "q", q->dtype, q->shape[0], q->shape[1], q->shape[2]));
     AM_CHECK(k->ndim == 3, AM_ERR_SHAPE, "attention: k has %d axes, [tokens, heads, dim] is needed", k->ndim);
     AM_TRY(check_tensor(k, "k", q->dtype, k->shape[0], k->shape[1], q->shape[2]));

@@ -19,10 +19,10 @@ typedef enum am_isa { AM_ISA_SCALAR = 0, AM_ISA_AVX2, AM_ISA_AVX512, AM_ISA_AVX5
 #define AM_TARGET_AVX512_BF16                                                                                          \
     __attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,prefer-vector-width=512")))
 
-am_isa am_cpu_isa(void);      /* the row in use */
-bool am_cpu_amx(void);        /* bf16 tile registers may be used: the CPU has them and the kernel gave leave */
+am_isa am_cpu_isa(void);       /* the row in use */
+bool am_cpu_amx(void);         /* bf16 tile registers may be used: the CPU has them and the kernel gave leave */
 const char *am_cpu_name(void); /* the row in use, or amx_bf16 */
-am_isa am_cpu_best_isa(void); /* the highest row of this machine */
+am_isa am_cpu_best_isa(void);  /* the highest row of this machine */
 const char *am_isa_name(am_isa isa);
 am_status am_cpu_set_isa(const char *name); /* for tests and benchmarks; not while an operator runs */
 

@@ -18,20 +18,29 @@ from tests.guards import CheckedAllocator, Guards
 from tests.numerics import assert_as_good_as
 from tests.strategies import doc_ids, packed_docs
 
-ROWS = (*MACHINE_ISAS, "amx_bf16")
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-NAMES = ("out", "dq", "dk", "dv")
+F32, BF16 = torch.float32, torch.bfloat16
+ROWS = [(isa, dtype) for isa in MACHINE_ISAS for dtype in (F32, BF16) if (isa, dtype) != ("avx512_bf16", F32)]
+ROWS += [("amx_bf16", BF16)]  # fp32 has no kernels of its own beyond avx512
+DTYPES = pytest.mark.parametrize("dtype", [F32, BF16], ids=["fp32", "bf16"])
 
 
-@pytest.fixture(params=ROWS)
-def row(request):
-    """Every row of kernels that this machine has; tile registers also need the kernel's leave."""
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread_for_references():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(params=ROWS, ids=lambda row: "-".join(map(str, row)).replace("torch.", ""))
+def dtype(request):
+    """Every row of kernels that this machine has, with each dtype; tile registers also need the kernel's leave."""
     before = _amcore.build_info()["isa"]
     try:
-        _amcore.set_isa(request.param)
+        _amcore.set_isa(request.param[0])
     except NotImplementedError as error:
         pytest.skip(str(error))
-    yield request.param
+    yield request.param[1]
     _amcore.set_isa(before)
 
 
@@ -95,48 +104,45 @@ def check(inputs, docs, docs_k=None, *, causal=True, scale=None, **options):
 
 
 def same_bits(xs, ys):
-    return all(torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8)) for x, y in zip(xs, ys, strict=True))
+    return all(
+        torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
+        for x, y in zip(xs, ys, strict=True)
+    )
 
 
 SHAPES = [
-    (16, (2, 2)), (16, (5, 1)), (32, (4, 2)), (64, (9, 3)), (72, (2, 2)), (80, (3, 1)), (128, (2, 1)), (256, (4, 1)),
+    (16, (2, 2), False), (16, (5, 1), True), (32, (4, 2), True), (64, (6, 2), False), (72, (2, 2), False),
+    (80, (3, 1), True), (128, (2, 1), True), (256, (2, 1), True),
 ]  # fmt: skip
 
 
-@DTYPES
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize(("dim", "heads"), SHAPES, ids=lambda x: "-".join(map(str, np.ravel(x))))
-def test_attention_error_rule(row, seed, dtype, dim, heads, causal):
+@pytest.mark.parametrize(("dim", "heads", "causal"), SHAPES, ids=lambda x: "-".join(map(str, np.ravel(x))))
+def test_attention_error_rule(seed, dtype, dim, heads, causal):
     cu = offsets([70, 1, 0, 193, 33])
     check(draw(cu[-1], heads, dim, dtype), docs_of(cu), causal=causal, cu_seqlens=cu)
 
 
-@DTYPES
-def test_attention_many_columns_and_tiles(row, seed, dtype):
+def test_attention_many_columns_and_tiles(seed, dtype):
     cu = offsets([3, 790, 31])
     check(draw(cu[-1], (3, 1), 16, dtype), docs_of(cu), cu_seqlens=cu)
 
 
-@DTYPES
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("lengths", [((5, 40, 0, 33), (80, 7, 9, 210)), ((700,), (20,)), ((20,), (700,))])
-def test_attention_different_keys(row, seed, dtype, causal, lengths):
+def test_attention_different_keys(seed, dtype, causal, lengths):
     cu, cu_k = map(offsets, lengths)
     inputs = draw(cu[-1], (4, 2), 16, dtype, keys=cu_k[-1])
     check(inputs, docs_of(cu), docs_of(cu_k), causal=causal, cu_seqlens=cu, cu_seqlens_k=cu_k)
 
 
-@DTYPES
-def test_attention_scale_and_large_logits(row, seed, dtype):
-    inputs = draw(300, dim=64, dtype=dtype, times=3.0)
-    docs = [(0, 300)]
-    check(inputs, docs)
-    check(inputs, docs, scale=0.5)
-    check(inputs, docs, scale=-0.1)
+def test_attention_scale_and_large_logits(seed, dtype):
+    inputs = draw(230, (2, 1), 64, dtype, times=3.0)
+    check(inputs, [(0, 230)])
+    check(inputs, [(0, 230)], scale=-0.1)
 
 
-def test_attention_single_document_aligns_bottom_right(row, seed):
-    inputs = draw(5, keys=40)
+def test_attention_single_document_aligns_bottom_right(seed, dtype):
+    inputs = draw(5, keys=40, dtype=dtype)
     made = check(inputs, [(0, 5)], [(0, 40)])
     assert same_bits(made, ours(*inputs, cu_seqlens=[0, 5], cu_seqlens_k=[0, 40]))
 
@@ -144,26 +150,24 @@ def test_attention_single_document_aligns_bottom_right(row, seed):
 # What users of other kernels ran into.
 
 
-@DTYPES
-def test_keys_without_queries_get_zero_gradients(row, seed, dtype):
+def test_keys_without_queries_get_zero_gradients(seed, dtype):
     cu, cu_k = offsets([0, 0, 103]), offsets([0, 1, 205])
     made = check(draw(103, (4, 4), 128, dtype, keys=206), docs_of(cu), docs_of(cu_k), cu_seqlens=cu, cu_seqlens_k=cu_k)
     assert not made[3][0].any() and not made[4][0].any()
 
 
-def test_one_query_among_empty_documents(row, seed):
+def test_one_query_among_empty_documents(seed, dtype):
     cu, cu_k = offsets([0, 1, 0, 1]), offsets([0, 3, 0, 5])
-    check(draw(2, (9, 3), 64, keys=8), docs_of(cu), docs_of(cu_k), cu_seqlens=cu, cu_seqlens_k=cu_k)
+    check(draw(2, (9, 3), 64, dtype, keys=8), docs_of(cu), docs_of(cu_k), cu_seqlens=cu, cu_seqlens_k=cu_k)
 
 
-def test_empty_queries_beside_keys(row, seed):
+def test_empty_queries_beside_keys(seed, dtype):
     cu, cu_k = np.array([0, 150, 150, 300]), np.array([0, 100, 200, 300])
-    made = check(draw(300, keys=300), docs_of(cu), docs_of(cu_k), cu_seqlens=cu, cu_seqlens_k=cu_k)
+    made = check(draw(300, keys=300, dtype=dtype), docs_of(cu), docs_of(cu_k), cu_seqlens=cu, cu_seqlens_k=cu_k)
     assert not made[3][100:200].any() and not made[4][100:200].any()
 
 
-@DTYPES
-def test_more_queries_than_keys(row, seed, dtype):
+def test_more_queries_than_keys(seed, dtype):
     cu, cu_k = np.array([0, 76, 110, 256]), np.array([0, 1, 2, 3])
     inputs = draw(256, dim=32, dtype=dtype, keys=3, times=3.0)
     inputs[3].fill_(1.0)
@@ -173,31 +177,26 @@ def test_more_queries_than_keys(row, seed, dtype):
         assert (lse[start : end - 1] == -math.inf).all()
 
 
-@DTYPES
-def test_one_token(row, seed, dtype):
+def test_one_token(seed, dtype):
     q, k, v, dout = draw(1, (2, 2), dtype=dtype, times=3.0)
     out, _, dq, dk, dv = ours(q, k, v, dout)
     assert torch.equal(out, v) and torch.equal(dv, dout)
     assert not dq.any() and not dk.any()
 
 
-@DTYPES
 @pytest.mark.parametrize("times", [3.0, 100.0])
-def test_large_logits_stay_finite(row, seed, dtype, times):
+def test_large_logits_stay_finite(seed, dtype, times):
     made = ours(*draw(260, (1, 1), 128, dtype, times=times))
     assert all(x.isfinite().all() for x in made)
 
 
-@DTYPES
 @pytest.mark.parametrize("dim", [64, 72, 256])
-def test_strides(row, seed, dtype, dim):
+def test_strides(seed, dtype, dim):
     cu = [0, 50, 51, 120]
     buffer = torch.randn(120, 8, dim).to(dtype)
     wide = torch.randn(120, 3, 4, dim).to(dtype)
     q, k, v, dout = buffer[:, :4], buffer[:, 4:6], buffer[:, 6:], wide[:, 1]
-    assert same_bits(
-        ours(q, k, v, dout, cu_seqlens=cu), ours(*(x.clone() for x in (q, k, v, dout)), cu_seqlens=cu)
-    )
+    assert same_bits(ours(q, k, v, dout, cu_seqlens=cu), ours(*(x.clone() for x in (q, k, v, dout)), cu_seqlens=cu))
     by_head = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v, dout)]
     assert same_bits(ours(q, k, v, dout, cu_seqlens=cu), ours(*by_head, cu_seqlens=cu))
     spread = dout.new_empty(*dout.shape, 2)[..., 0].copy_(dout)  # a gradient whose last axis has a stride
@@ -206,8 +205,7 @@ def test_strides(row, seed, dtype, dim):
     assert same_bits(ours(q, k, v, expanded, cu_seqlens=cu), ours(q, k, v, expanded.clone(), cu_seqlens=cu))
 
 
-@DTYPES
-def test_poisoned_workspace_changes_nothing(row, seed, dtype, monkeypatch):
+def test_poisoned_workspace_changes_nothing(seed, dtype, monkeypatch):
     cu = offsets([128, 37, 0, 130])
     inputs = draw(cu[-1], (2, 1), 72, dtype)
     poisoned = ours(*inputs, cu_seqlens=cu)
@@ -217,15 +215,14 @@ def test_poisoned_workspace_changes_nothing(row, seed, dtype, monkeypatch):
     allocator.guards.check()
 
 
-@DTYPES
-def test_one_token_past_a_block_and_an_empty_document(row, seed, dtype):
+def test_one_token_past_a_block_and_an_empty_document(seed, dtype):
     cu = offsets([513, 1, 0, 255])
     assert all(x.isfinite().all() for x in ours(*draw(cu[-1], dim=32, dtype=dtype), cu_seqlens=cu))
 
 
 @pytest.mark.parametrize("cu", [[0], [0, 0, 0]])
 @pytest.mark.parametrize(("tokens", "keys"), [(0, 0), (0, 3), (3, 0), (3, 3)])
-def test_nothing_to_attend(row, cu, tokens, keys):
+def test_nothing_to_attend(cu, tokens, keys):
     out, lse, *gradients = ours(*draw(tokens, keys=keys), cu_seqlens=cu, cu_seqlens_k=cu)
     assert not out.any() and (lse == -math.inf).all() and not any(x.any() for x in gradients)
 
@@ -252,8 +249,8 @@ def test_uneven_documents_past_ten_thousand(seed):
 
 
 @DTYPES
-@settings(max_examples=12)
-@given(docs=packed_docs(400, 6), heads=st.sampled_from([(1, 1), (3, 1), (4, 2)]), causal=st.booleans())
+@settings(max_examples=8)
+@given(docs=packed_docs(300, 4), heads=st.sampled_from([(1, 1), (3, 1), (4, 2)]), causal=st.booleans())
 def test_document_alone_is_document_in_a_pack(dtype, docs, heads, causal):
     torch.manual_seed(docs.tokens)
     inputs = draw(docs.tokens, heads, 32, dtype)
@@ -263,8 +260,7 @@ def test_document_alone_is_document_in_a_pack(dtype, docs, heads, causal):
         assert same_bits(alone, [x[start:end] for x in packed])
 
 
-@DTYPES
-def test_permuting_documents_permutes_results(row, seed, dtype):
+def test_permuting_documents_permutes_results(seed, dtype):
     lengths, order = [200, 1, 64, 0, 97], [4, 3, 0, 2, 1]
     cu = offsets(lengths)
     inputs = draw(cu[-1], (4, 2), 64, dtype)
@@ -274,8 +270,7 @@ def test_permuting_documents_permutes_results(row, seed, dtype):
     assert same_bits([x[rows] for x in straight], permuted)
 
 
-@DTYPES
-def test_neighbours_are_irrelevant(row, seed, dtype):
+def test_neighbours_are_irrelevant(seed, dtype):
     cu = offsets([40, 210, 33])
     inputs = draw(cu[-1], (2, 1), 64, dtype)
     before = ours(*inputs, cu_seqlens=cu)
@@ -285,15 +280,13 @@ def test_neighbours_are_irrelevant(row, seed, dtype):
     assert same_bits([x[40:250] for x in before], [x[40:250] for x in ours(*inputs, cu_seqlens=cu)])
 
 
-@DTYPES
-def test_values_of_one_average_to_one(row, seed, dtype):
+def test_values_of_one_average_to_one(seed, dtype):
     q, k, v, dout = draw(300, (4, 2), 16, dtype)
     out = ours(q, k, torch.ones_like(v), dout, cu_seqlens=[0, 100, 300])[0]
     torch.testing.assert_close(out, torch.ones_like(q), rtol=0, atol=2e-6 if dtype == torch.float32 else 2**-7)
 
 
-@DTYPES
-def test_threads_do_not_matter(row, seed, dtype):
+def test_threads_do_not_matter(seed, dtype):
     cu = offsets([700, 3, 150])
     inputs = draw(cu[-1], (2, 2), 32, dtype)
     before = _amcore.build_info()["num_threads"]
@@ -315,7 +308,7 @@ def test_repeats_to_the_bit_whatever_is_asked(seed):
 
 
 @DTYPES
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(ids=doc_ids(300))
 def test_padding_may_hold_anything(dtype, ids):
     torch.manual_seed(len(ids))
@@ -361,10 +354,10 @@ ERRORS = {
     "ids-of-other-length": ({"doc_ids": [1] * 5}, {}, ValueError, "6 tokens"),
     "float-offsets": ({"cu_seqlens": torch.tensor([0.0, 6.0])}, {}, TypeError, "int32 or int64"),
     "documents-of-keys": ({"cu_seqlens": [0, 6], "cu_seqlens_k": [0, 3, 6]}, {}, ValueError, "have 2 documents"),
-    "keys-need-offsets": ({"cu_seqlens": [0, 6]}, {"k": lambda k: k[:5], "v": lambda v: v[:5]}, ValueError, "cu_seqlens_k"),
+    "keys-need-offsets": ({"cu_seqlens": [0, 6]}, {n: lambda x: x[:5] for n in "kv"}, ValueError, "cu_seqlens_k"),
     "half": ({}, {"q": lambda q: q.half()}, TypeError, "float16"),
     "mixed-dtypes": ({}, {"k": lambda k: k.bfloat16()}, TypeError, "k is bfloat16, q is float32"),
-    "head-dim": ({}, {n: lambda x: x[..., :8].contiguous() for n in "qkv"}, NotImplementedError, "16, 32, 64, 72, 80, 128, 256"),
+    "head-dim": ({}, {n: lambda x: x[..., :8].clone() for n in "qkv"}, NotImplementedError, "16, 32, 64, 72, 80, 128, 256"),
     "last-axis": ({}, {"k": lambda k: k.transpose(1, 2).contiguous().transpose(1, 2)}, ValueError, "k has stride 2"),
     "heads": ({}, {"q": lambda q: q[:, :3]}, ValueError, "3 query heads are not a multiple of 2"),
     "v-heads": ({}, {"v": lambda v: v[:, :1]}, ValueError, "v is \\[6, 1, 16\\]"),
@@ -406,11 +399,13 @@ def test_reference_gradients():
     torch.manual_seed(0)
     q, k, v = (torch.randn(7, heads, 4, dtype=torch.float64, requires_grad=True) for heads in (2, 1, 1))
     docs, docs_k = [(0, 3), (3, 7)], [(0, 5), (5, 7)]
-    assert torch.autograd.gradcheck(lambda *x: reference(*x, docs, docs_k)[0], (q, k, v))
+    assert torch.autograd.gradcheck(lambda *x: reference(*x, docs, docs_k)[0], (q, k, v), fast_mode=True)
 
 
 def test_meta_tensors():
-    q, k, v = (torch.empty(9, heads, 64, device="meta", dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2))
+    q, k, v = (
+        torch.empty(9, heads, 64, device="meta", dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2)
+    )
     out, lse = attention(q, k, v, cu_seqlens=[0, 4, 9], return_lse=True)
     assert out.is_meta and out.shape == q.shape and out.dtype == q.dtype
     assert lse.shape == (9, 4) and lse.dtype == torch.float32 and not lse.requires_grad
@@ -429,7 +424,8 @@ def test_compile_in_one_graph(seed):
     assert same_bits(run(q, k, v, dout, step), run(q, k, v, dout, compiled))
 
 
-def test_operators_are_registered_rightly(seed):
+def test_operators_are_registered_rightly(seed, monkeypatch):
+    monkeypatch.setattr(_alloc, "empty", lambda shape, dtype, device: torch.empty(shape, dtype=dtype, device=device))
     q, k, v, _ = (x.requires_grad_() for x in draw(9))
     torch.library.opcheck(
         torch.ops.automodel_c.attention_forward.default, (q, k, v, torch.tensor([0, 4, 4, 9]), None, 0.25, True)
