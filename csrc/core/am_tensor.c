@@ -20,6 +20,15 @@ int64_t am_numel(const am_tensor *t)
     return n;
 }
 
+void am_set_compact_strides(am_tensor *t)
+{
+    int64_t inner = 1;
+    for (int i = t->ndim - 1; i >= 0; i--) {
+        t->stride[i] = inner;
+        inner *= t->shape[i] > 1 ? t->shape[i] : 1;
+    }
+}
+
 bool am_is_contiguous(const am_tensor *t)
 {
     if (am_numel(t) == 0)

@@ -30,7 +30,7 @@ typedef enum am_device { AM_DEV_CPU = 0, AM_DEV_CUDA } am_device;
 typedef struct am_tensor {
     void *data;                  /* first element, byte offset applied; may be NULL when numel is 0 */
     int64_t shape[AM_MAX_DIMS];  /* elements */
-    int64_t stride[AM_MAX_DIMS]; /* elements, never negative */
+    int64_t stride[AM_MAX_DIMS]; /* elements, never negative; compact on axes of size 1 and in empty tensors */
     int ndim;
     am_dtype dtype; /* AM_NONE: an optional argument that was left out */
     am_device dev;
@@ -51,6 +51,10 @@ typedef struct am_i64_array {
 size_t am_dtype_size(am_dtype dtype);
 const char *am_dtype_name(am_dtype dtype);
 int64_t am_numel(const am_tensor *t);
+
+/* Sets the strides of a row-major tensor without gaps, an axis of size 0 counting as 1. The product of the other
+ * axes fits. */
+void am_set_compact_strides(am_tensor *t);
 
 /* Row-major without gaps. Axes of size 1 may carry any stride; so may every axis of an empty tensor. */
 bool am_is_contiguous(const am_tensor *t);

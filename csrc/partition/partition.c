@@ -31,12 +31,13 @@ static void accumulate(const am_frame_partition_args *a, int64_t *running)
     }
 }
 
-/* Largest i in [low, high] with running[i] <= bound; running[low] <= bound holds. */
-static int64_t last_within(const int64_t *running, int64_t low, int64_t high, int64_t bound)
+/* Largest i in [low, high] for which units [from, i) cost at most `bound`; they do for i = low. The difference is
+ * compared, since running[from] + bound may pass 2^63. */
+static int64_t last_within(const int64_t *running, int64_t from, int64_t low, int64_t high, int64_t bound)
 {
     while (low < high) {
         const int64_t middle = low + (high - low + 1) / 2;
-        if (running[middle] <= bound)
+        if (running[middle] - running[from] <= bound)
             low = middle;
         else
             high = middle - 1;
@@ -48,7 +49,7 @@ static bool fits(const int64_t *running, int64_t n, int64_t world, int64_t bound
 {
     int64_t at = 0;
     for (int64_t r = 0; r < world && at < n; r++)
-        at = last_within(running, at, n, running[at] + bound);
+        at = last_within(running, at, at, n, bound);
     return at == n;
 }
 
@@ -69,7 +70,7 @@ static void cut_minimax(const int64_t *running, int64_t n, int64_t world, int64_
     cuts[0] = 0;
     for (int64_t r = 1; r <= world; r++) { /* fill to the bound, but leave a unit for every rank that follows */
         const int64_t latest = n - (world - r);
-        cuts[r] = last_within(running, cuts[r - 1] + 1, latest, running[cuts[r - 1]] + low);
+        cuts[r] = last_within(running, cuts[r - 1], cuts[r - 1] + 1, latest, low);
     }
 }
 

@@ -1,6 +1,8 @@
 /* module.c -- the extension module: its slices, its state, and what it tells about itself. */
 #include "am_py.h"
 
+#include <string.h>
+
 #include "am_cpu.h"
 #include "am_pool.h"
 
@@ -42,13 +44,14 @@ static PyObject *build_info(PyObject *module, PyObject *unused)
 static PyObject *set_isa(PyObject *module, PyObject *name)
 {
     (void)module;
-    const char *text = PyUnicode_Check(name) ? PyUnicode_AsUTF8AndSize(name, NULL) : NULL;
+    Py_ssize_t length = 0;
+    const char *text = PyUnicode_Check(name) ? PyUnicode_AsUTF8AndSize(name, &length) : NULL;
     if (text == NULL) {
         if (!PyErr_Occurred())
             PyErr_SetString(PyExc_TypeError, "set_isa: the name must be a str");
         return NULL;
     }
-    const am_status st = am_cpu_set_isa(text);
+    const am_status st = am_cpu_set_isa(strlen(text) == (size_t)length ? text : "");
     if (st != AM_OK) {
         am_py_raise(st);
         return NULL;
@@ -63,9 +66,12 @@ static PyObject *set_num_threads(PyObject *module, PyObject *count)
         PyErr_SetString(PyExc_TypeError, "set_num_threads: the count must be an int");
         return NULL;
     }
-    const long n = PyLong_AsLong(count);
-    if (n == -1 && PyErr_Occurred())
+    int overflow;
+    const long n = PyLong_AsLongAndOverflow(count, &overflow);
+    if (overflow) {
+        PyErr_SetString(PyExc_ValueError, "set_num_threads: the count does not fit in 64 bits");
         return NULL;
+    }
     if (n < 1 || n > AM_MAX_THREADS) {
         PyErr_Format(PyExc_ValueError, "set_num_threads: %ld is not between 1 and %d", n, AM_MAX_THREADS);
         return NULL;

@@ -206,17 +206,26 @@ static int parse_f64(const am_py_call *call, PyObject *obj, const char *name, do
     *out = PyFloat_AsDouble(obj);
     if (*out != -1.0 || !PyErr_Occurred())
         return 0;
-    if (!PyErr_ExceptionMatches(PyExc_TypeError))
-        return -1;
-    PyErr_Clear();
-    return wrong_kind(call, name, "a real number", obj);
+    if (PyErr_ExceptionMatches(PyExc_OverflowError)) {
+        PyErr_Clear();
+        PyErr_Format(PyExc_ValueError, "%s: argument '%s' does not fit in a double", call->fname, name);
+    } else if (PyErr_ExceptionMatches(PyExc_TypeError)) {
+        PyErr_Clear();
+        (void)wrong_kind(call, name, "a real number", obj);
+    }
+    return -1;
 }
 
 static int parse_str(am_py_call *call, PyObject *obj, const char *name, const char **out)
 {
     if (!PyUnicode_Check(obj))
         return wrong_kind(call, name, "a str", obj);
-    *out = PyUnicode_AsUTF8AndSize(obj, NULL);
+    Py_ssize_t length;
+    *out = PyUnicode_AsUTF8AndSize(obj, &length);
+    if (*out != NULL && strlen(*out) != (size_t)length) {
+        PyErr_Format(PyExc_ValueError, "%s: argument '%s' holds a null character", call->fname, name);
+        return -1;
+    }
     return *out ? 0 : -1;
 }
 

@@ -59,16 +59,20 @@ int am_py_from_ndarray(am_py_call *call, PyObject *obj, const char *name, int wr
     t->data = PyArray_DATA(array);
     t->dev = AM_DEV_CPU;
     t->dev_index = 0;
-    for (int i = 0; i < ndim; i++) {
-        const npy_intp bytes = PyArray_STRIDE(array, i), extent = PyArray_DIM(array, i);
-        if (!empty && extent > 1 && (bytes < 0 || bytes % size != 0)) {
+    for (int i = 0; i < ndim; i++)
+        t->shape[i] = PyArray_DIM(array, i);
+    am_set_compact_strides(t);
+    for (int i = 0; i < ndim && !empty; i++) {
+        const npy_intp bytes = PyArray_STRIDE(array, i);
+        if (t->shape[i] <= 1)
+            continue;
+        if (bytes < 0 || bytes % size != 0) {
             PyErr_Format(PyExc_ValueError,
                          "%s: argument '%s' has the stride %zd bytes on axis %d: negative or not a multiple of %zd",
                          call->fname, name, (Py_ssize_t)bytes, i, (Py_ssize_t)size);
             return -1;
         }
-        t->shape[i] = extent;
-        t->stride[i] = extent > 1 ? bytes / size : 0;
+        t->stride[i] = bytes / size;
     }
     if (!empty && (uintptr_t)t->data % (size_t)size != 0) {
         PyErr_Format(PyExc_ValueError, "%s: argument '%s' is not aligned to its %zd-byte elements", call->fname, name,

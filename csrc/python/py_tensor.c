@@ -25,27 +25,54 @@ static am_dtype dtype_of(DLDataType d)
     }
 }
 
-static int read_dims(const am_py_call *call, const char *name, const DLTensor *d, am_tensor *t)
+/* Copies the extents. The product of those above 0 stays below 2^60, so that no later product overflows. */
+static int read_extents(const am_py_call *call, const char *name, const DLTensor *d, am_tensor *t)
 {
-    int64_t numel = 1;
     t->ndim = d->ndim;
+    if (d->ndim > 0 && d->shape == NULL) {
+        PyErr_Format(PyExc_ValueError, "%s: argument '%s' has %d axes but no shape", call->fname, name, d->ndim);
+        return -1;
+    }
+    int64_t product = 1;
     for (int i = d->ndim - 1; i >= 0; i--) {
         const int64_t extent = d->shape[i];
-        t->shape[i] = extent;
-        t->stride[i] = d->strides ? d->strides[i] : numel;
-        if (extent < 0 || (extent > 1 && numel > INT64_MAX / 8 / extent)) {
+        if (extent < 0 || (extent > 0 && product > INT64_MAX / 8 / extent)) {
             PyErr_Format(PyExc_ValueError, "%s: argument '%s' has extent %lld on axis %d", call->fname, name,
                          (long long)extent, i);
             return -1;
         }
-        numel *= extent;
+        product *= extent ? extent : 1;
+        t->shape[i] = extent;
     }
-    for (int i = 0; i < d->ndim; i++)
-        if (t->stride[i] < 0 && t->shape[i] > 1 && numel > 0) {
-            PyErr_Format(PyExc_ValueError, "%s: argument '%s' has the negative stride %lld on axis %d", call->fname,
-                         name, (long long)t->stride[i], i);
-            return -1;
-        }
+    return 0;
+}
+
+/* Copies the strides of the axes that have more than one element. Offsets in bytes stay below 2^63. */
+static int read_strides(const am_py_call *call, const char *name, const DLTensor *d, am_tensor *t)
+{
+    am_set_compact_strides(t);
+    if (d->strides == NULL || am_numel(t) == 0)
+        return 0;
+    int64_t span = (int64_t)am_dtype_size(t->dtype);
+    for (int i = 0; i < t->ndim; i++) {
+        int64_t reach, bytes;
+        if (t->shape[i] <= 1)
+            continue;
+        t->stride[i] = d->strides[i];
+        if (t->stride[i] >= 0 && !__builtin_mul_overflow(t->shape[i] - 1, t->stride[i], &reach) &&
+            !__builtin_mul_overflow(reach, (int64_t)am_dtype_size(t->dtype), &bytes) &&
+            !__builtin_add_overflow(span, bytes, &span))
+            continue;
+        PyErr_Format(PyExc_ValueError, "%s: argument '%s' has the %sstride %lld on axis %d", call->fname, name,
+                     t->stride[i] < 0 ? "negative " : "", (long long)t->stride[i], i);
+        return -1;
+    }
+    return 0;
+}
+
+static int read_data(const am_py_call *call, const char *name, const DLTensor *d, am_tensor *t)
+{
+    const int64_t numel = am_numel(t);
     if (d->data == NULL && numel != 0) {
         PyErr_Format(PyExc_ValueError,
                      "%s: argument '%s' has %lld elements but no storage of its own (a DTensor? pass .to_local(); a "
@@ -92,7 +119,9 @@ static int read_dltensor(const am_py_call *call, const char *name, const DLTenso
                      name, d->device.device_type);
         return -1;
     }
-    return read_dims(call, name, d, t);
+    if (read_extents(call, name, d, t) < 0 || read_strides(call, name, d, t) < 0)
+        return -1;
+    return read_data(call, name, d, t);
 }
 
 static const DLExchangeAPI *api_of_capsule(PyObject *capsule)
@@ -103,6 +132,31 @@ static const DLExchangeAPI *api_of_capsule(PyObject *capsule)
     return api;
 }
 
+enum { MAX_TYPES = 64 }; /* types made at run time are not kept for ever: a full cache starts again */
+
+/* A new reference to the capsule of obj's type, to None when it has none, or NULL with an exception. */
+static PyObject *exchange_capsule(am_py_state *state, PyObject *type)
+{
+    PyObject *known = PyDict_GetItemWithError(state->exchange_by_type, type);
+    if (known != NULL || PyErr_Occurred())
+        return Py_XNewRef(known);
+    PyObject *found = PyObject_GetAttrString(type, "__dlpack_c_exchange_api__");
+    if (found == NULL) {
+        if (!PyErr_ExceptionMatches(PyExc_AttributeError))
+            return NULL;
+        PyErr_Clear();
+    }
+    if (found == NULL || !PyCapsule_IsValid(found, "dlpack_exchange_api")) {
+        Py_XDECREF(found);
+        found = Py_NewRef(Py_None);
+    }
+    if (PyDict_Size(state->exchange_by_type) >= MAX_TYPES)
+        PyDict_Clear(state->exchange_by_type);
+    if (PyDict_SetItem(state->exchange_by_type, type, found) < 0)
+        Py_CLEAR(found);
+    return found;
+}
+
 /* The exchange table of obj's type, or NULL without an exception when it has none; *rc is -1 on an exception. */
 static const DLExchangeAPI *exchange_api(am_py_state *state, PyObject *obj, int *rc)
 {
@@ -110,31 +164,36 @@ static const DLExchangeAPI *exchange_api(am_py_state *state, PyObject *obj, int 
     *rc = 0;
     if (type == state->last_type)
         return state->last_api;
-    PyObject *capsule = PyDict_GetItemWithError(state->exchange_by_type, type);
+    PyObject *capsule = exchange_capsule(state, type);
     if (capsule == NULL) {
-        if (PyErr_Occurred())
-            goto fail;
-        PyObject *found = PyObject_GetAttrString(type, "__dlpack_c_exchange_api__");
-        if (found == NULL) {
-            if (!PyErr_ExceptionMatches(PyExc_AttributeError))
-                goto fail;
-            PyErr_Clear();
-        }
-        capsule = found && PyCapsule_IsValid(found, "dlpack_exchange_api") ? found : Py_None;
-        const int failed = PyDict_SetItem(state->exchange_by_type, type, capsule);
-        Py_XDECREF(found); /* the dict holds it now */
-        if (failed)
-            goto fail;
+        *rc = -1;
+        return NULL;
     }
     const DLExchangeAPI *const api = capsule == Py_None ? NULL : api_of_capsule(capsule);
-    Py_INCREF(type);
-    Py_XDECREF(state->last_type);
-    state->last_type = type;
+    PyObject *const before = state->last_type;
+    state->last_type = Py_NewRef(type); /* the type keeps its capsule, and so the table */
     state->last_api = api;
+    Py_DECREF(capsule);
+    Py_XDECREF(before);
     return api;
-fail:
-    *rc = -1;
-    return NULL;
+}
+
+/* The DLPack device type that obj names, or -1 with an exception. */
+static long device_kind(const am_py_call *call, PyObject *obj, const char *name)
+{
+    PyObject *device = PyObject_CallMethod(obj, "__dlpack_device__", NULL);
+    if (device == NULL && !PyErr_ExceptionMatches(PyExc_AttributeError))
+        return -1;
+    PyErr_Clear();
+    const int is_pair = device != NULL && PyTuple_Check(device) && PyTuple_Size(device) == 2;
+    const long kind = is_pair ? PyLong_AsLong(PyTuple_GetItem(device, 0)) : -1;
+    Py_XDECREF(device);
+    if (kind >= 0)
+        return kind;
+    PyErr_Clear();
+    PyErr_Format(PyExc_TypeError, "%s: argument '%s': __dlpack_device__() must give (device type, index)", call->fname,
+                 name);
+    return -1;
 }
 
 /* obj.__dlpack__(stream=..., max_version=(1, 3)), and without keywords for producers that predate them. */
@@ -149,13 +208,8 @@ static PyObject *ask_capsule(const am_py_call *call, PyObject *obj, const char *
     }
     if (method == NULL || empty == NULL)
         goto out;
-    PyObject *device = PyObject_CallMethod(obj, "__dlpack_device__", NULL);
-    if (device == NULL)
-        goto out;
-    long kind = 0, index = 0;
-    const int ok = PyArg_ParseTuple(device, "ll", &kind, &index);
-    Py_DECREF(device);
-    if (!ok)
+    const long kind = device_kind(call, obj, name);
+    if (kind < 0)
         goto out;
     /* 1 is the legacy default stream, on which this call then runs */
     kwargs = kind == DL_CUDA ? Py_BuildValue("{s:i,s:(ii)}", "stream", 1, "max_version", DL_MAJOR, DL_MINOR)
@@ -230,6 +284,30 @@ static int join_device(am_py_call *call, const char *name, const am_tensor *t, c
     return api->current_work_stream(DL_CUDA, t->dev_index, &ex->stream);
 }
 
+/* The producer could not describe its tensor: ValueError with the argument's name, its own exception as the cause. */
+static int table_failed(const am_py_call *call, const char *name)
+{
+    PyObject *type, *cause, *trace, *value;
+    PyErr_Fetch(&type, &cause, &trace);
+    PyErr_NormalizeException(&type, &cause, &trace);
+    if (cause != NULL && !PyErr_GivenExceptionMatches(cause, PyExc_RuntimeError) &&
+        !PyErr_GivenExceptionMatches(cause, PyExc_BufferError)) {
+        PyErr_Restore(type, cause, trace);
+        return -1;
+    }
+    Py_XDECREF(type);
+    Py_XDECREF(trace);
+    PyErr_Format(PyExc_ValueError, "%s: argument '%s' has no memory that can be read here (a meta or sparse tensor?)",
+                 call->fname, name);
+    if (cause == NULL)
+        return -1;
+    PyErr_Fetch(&type, &value, &trace);
+    PyErr_NormalizeException(&type, &value, &trace);
+    PyException_SetCause(value, cause);
+    PyErr_Restore(type, value, trace);
+    return -1;
+}
+
 int am_py_tensor(am_py_call *call, PyObject *obj, const char *name, int writable, am_tensor *t)
 {
     int rc;
@@ -239,7 +317,7 @@ int am_py_tensor(am_py_call *call, PyObject *obj, const char *name, int writable
     if (api != NULL) {
         DLTensor d;
         if (api->dltensor_from_py_object_no_sync(obj, &d) != 0)
-            return -1;
+            return table_failed(call, name);
         rc = read_dltensor(call, name, &d, t);
     } else if (am_py_is_ndarray(obj)) {
         rc = am_py_from_ndarray(call, obj, name, writable, t);
@@ -249,14 +327,16 @@ int am_py_tensor(am_py_call *call, PyObject *obj, const char *name, int writable
     return rc < 0 ? -1 : join_device(call, name, t, api);
 }
 
+/* The list or tuple itself is read: a subclass may lie about its length. An item may run Python code, so it is held. */
 static int index_from_sequence(am_py_call *call, PyObject *obj, const char *name, am_i64_array *out)
 {
-    const Py_ssize_t n = PySequence_Size(obj);
-    int64_t *data = n < 0 ? NULL : am_py_alloc(call, (size_t)n * sizeof *data);
+    const int is_list = PyList_Check(obj);
+    const Py_ssize_t n = is_list ? PyList_Size(obj) : PyTuple_Size(obj);
+    int64_t *data = am_py_alloc(call, (size_t)n * sizeof *data);
     if (data == NULL)
         return -1;
     for (Py_ssize_t i = 0; i < n; i++) {
-        PyObject *item = PySequence_GetItem(obj, i);
+        PyObject *item = Py_XNewRef(is_list ? PyList_GetItem(obj, i) : PyTuple_GetItem(obj, i));
         if (item == NULL)
             return -1;
         if (PyBool_Check(item) || !PyIndex_Check(item)) {

@@ -1,0 +1,1 @@
+"""The oracles: every operator's formula, written slowly, for tests and benchmark gates."""
