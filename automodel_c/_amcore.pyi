@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 Tensor = Any  # has __dlpack__, or is a NumPy array
 Index = Sequence[int] | Tensor  # host integers, int32 or int64
+Tensors = list[Tensor] | tuple[Tensor, ...]
+Numbers = float | Sequence[float]  # one number, or one for each parameter group
 
 def build_info() -> dict[str, Any]: ...
 def set_isa(name: str) -> None: ...
@@ -23,3 +25,158 @@ def index_array(index: Index) -> NDArray[np.int64]: ...
 def frame_partition(patches: Index, world: int, *, alpha: int, bisect: bool) -> NDArray[np.int64] | None: ...
 def docs_from_ids(doc_ids: Index) -> NDArray[np.int64]: ...
 def docs_from_offsets(cu_seqlens: Index) -> NDArray[np.int64]: ...
+
+# adam: in place; every check comes before the first write
+def adam_step(
+    params: Tensors,  # float32 or bfloat16, dense; one without elements may stand anywhere
+    exp_avgs: Tensors,  # float32 or bfloat16; shape and strides of the parameter, as all below
+    exp_avg_sqs: Tensors,  # dtype of exp_avgs
+    steps: Tensors,  # float32 or int64, one element each
+    grads: Tensors,  # float32 or bfloat16
+    *,
+    masters: Tensors | None = None,  # float32 masters or int16 remainders of bfloat16; without elements: none
+    group_sizes: Index | None = None,  # tensors of each parameter group, in order; None: one group
+    lr: Numbers,
+    beta1: Numbers,
+    beta2: Numbers,
+    eps: Numbers,
+    weight_decay: Numbers,
+    lr_tensors: Tensors | None = None,  # float32 [1] for each group, in place of lr; without elements: lr
+    found_inf: Tensor | None = None,  # float32 [1]; not 0: nothing is written
+    grad_scale: Tensor | None = None,  # float32 [1]; gradients are divided by it
+) -> None: ...
+def grad_sumsq(
+    sumsq: Tensor,  # float64 [1], written
+    parts: Tensor,  # float64 [1024], written: scratch
+    grads: Tensors,  # float32 or bfloat16, dense
+) -> None: ...
+def scale_(
+    tensors: Tensors,  # float32 or bfloat16, dense, written
+    factor: Tensor,  # float64 [1]; exactly 1: nothing is written
+) -> None: ...
+
+# comm
+def comm_reduce_parts(out: Tensor, parts: Tensor, *, scale: float) -> None: ...
+
+# loss
+def cross_entropy_forward(
+    loss: Tensor,
+    row_loss: Tensor,
+    logits: Tensor,
+    labels: Tensor,
+    num_label_tokens: Tensor | None = None,
+    *,
+    chunk_len: int,
+    ignore_index: int,
+) -> None: ...
+def cross_entropy_backward(
+    dlogits: Tensor,
+    dloss: Tensor,
+    logits: Tensor,
+    labels: Tensor,
+    num_label_tokens: Tensor | None = None,
+    *,
+    chunk_len: int,
+    ignore_index: int,
+) -> None: ...
+def linear_cross_entropy_rows(
+    rows: Tensor,
+    targets: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    num_label_tokens: Tensor | None = None,
+    *,
+    ignore_index: int,
+) -> int: ...
+def linear_cross_entropy_chunk(stats: Tensor, logits: Tensor, targets: Tensor, *, first: int) -> None: ...
+def linear_cross_entropy_loss(
+    loss: Tensor, stats: Tensor, num_label_tokens: Tensor | None = None, *, n: int
+) -> None: ...
+def linear_cross_entropy_grad(
+    logits: Tensor,
+    dloss: Tensor,
+    stats: Tensor,
+    targets: Tensor,
+    num_label_tokens: Tensor | None = None,
+    *,
+    first: int,
+) -> None: ...
+def linear_cross_entropy_add(sum: Tensor, part: Tensor) -> None: ...
+def linear_cross_entropy_scatter(dhidden: Tensor, sum: Tensor, rows: Tensor) -> None: ...
+
+# mlp
+def swiglu_forward(y: Tensor, gate: Tensor, up: Tensor) -> None: ...
+def swiglu_backward(dgate: Tensor, dup: Tensor, dy: Tensor, gate: Tensor, up: Tensor) -> None: ...
+def sigmoid_gate_forward(y: Tensor, x: Tensor, gate: Tensor) -> None: ...
+def sigmoid_gate_backward(dx: Tensor, dgate: Tensor, dy: Tensor, x: Tensor, gate: Tensor) -> None: ...
+def gelu_forward(y: Tensor, x: Tensor, *, tanh: bool) -> None: ...
+def gelu_backward(dx: Tensor, dy: Tensor, x: Tensor, *, tanh: bool) -> None: ...
+
+# norm
+def rms_norm_forward(
+    y: Tensor,
+    rstd: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    *,
+    sum: Tensor | None = None,
+    residual: Tensor | None = None,
+    eps: float,
+    zero_centered: bool,
+) -> None: ...
+def rms_norm_backward(
+    dx: Tensor,
+    dweight: Tensor | None,
+    partials: Tensor,
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    *,
+    dsum: Tensor | None = None,
+    zero_centered: bool,
+) -> None: ...
+def gated_rms_norm_forward(y: Tensor, rstd: Tensor, x: Tensor, z: Tensor, weight: Tensor, *, eps: float) -> None: ...
+def gated_rms_norm_backward(
+    dx: Tensor,
+    dz: Tensor,
+    dweight: Tensor | None,
+    partials: Tensor,
+    dy: Tensor,
+    x: Tensor,
+    z: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+) -> None: ...
+def layer_norm_forward(
+    y: Tensor, mean: Tensor, rstd: Tensor, x: Tensor, weight: Tensor, bias: Tensor, *, eps: float
+) -> None: ...
+def layer_norm_backward(
+    dx: Tensor,
+    dweight: Tensor | None,
+    dbias: Tensor | None,
+    partials: Tensor,
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+) -> None: ...
+
+# rope
+def mrope(
+    q_out: Tensor,
+    k_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    position_ids: Tensor,
+    *,
+    rotary_dim: int,
+    theta: float,
+    section: Index,
+    inverse: bool,
+) -> None: ...
+def vision_rope(
+    q_out: Tensor, k_out: Tensor, q: Tensor, k: Tensor, position_ids: Tensor, *, theta: float, inverse: bool
+) -> None: ...

@@ -48,6 +48,11 @@ typedef struct am_i64_array {
     bool present;
 } am_i64_array;
 
+typedef struct am_f64_array {
+    const double *data; /* host copy; NULL when absent or empty */
+    int64_t n;
+} am_f64_array;
+
 size_t am_dtype_size(am_dtype dtype);
 const char *am_dtype_name(am_dtype dtype);
 int64_t am_numel(const am_tensor *t);

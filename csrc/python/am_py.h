@@ -29,6 +29,7 @@ typedef enum am_py_kind {
     AM_PY_INDEX, /* am_i64_array: host integers (int32 or int64), copied: list, NumPy array, CPU tensor */
     AM_PY_I64,   /* int64_t */
     AM_PY_F64,   /* double */
+    AM_PY_F64S,  /* am_f64_array: a real number, or a list or tuple of them */
     AM_PY_BOOL,  /* bool */
     AM_PY_STR    /* const char *: UTF-8, lives as long as the call */
 } am_py_kind;

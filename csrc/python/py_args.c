@@ -156,6 +156,18 @@ static int wrong_kind(const am_py_call *call, const char *name, const char *want
     return -1;
 }
 
+/* Writes "i]" and the closing zero: snprintf would cost as much as reading the tensor. */
+static void put_index(char *at, Py_ssize_t i)
+{
+    int digits = 1;
+    for (Py_ssize_t rest = i; rest > 9; rest /= 10)
+        digits++;
+    at[digits] = ']';
+    at[digits + 1] = 0;
+    for (; digits > 0; i /= 10)
+        at[--digits] = (char)('0' + i % 10);
+}
+
 static int parse_list(am_py_call *call, PyObject *obj, const char *name, int writable, am_tensor_list *out)
 {
     const int is_list = PyList_Check(obj);
@@ -166,12 +178,14 @@ static int parse_list(am_py_call *call, PyObject *obj, const char *name, int wri
     out->items = am_py_alloc(call, (size_t)n * sizeof *out->items);
     if (out->items == NULL)
         return -1;
+    char indexed[96];
+    (void)PyOS_snprintf(indexed, sizeof indexed - 24, "%s[", name);
+    char *const index = indexed + strlen(indexed);
     for (Py_ssize_t i = 0; i < n; i++) { /* the item is borrowed, and reading one may run Python code: hold it */
         PyObject *item = is_list ? PyList_GetItem(obj, i) : PyTuple_GetItem(obj, i);
         if (item == NULL)
             return -1;
-        char indexed[96];
-        (void)PyOS_snprintf(indexed, sizeof indexed, "%s[%zd]", name, i);
+        put_index(index, i);
         Py_INCREF(item);
         const int rc = am_py_tensor(call, item, indexed, writable, &out->items[i]);
         Py_DECREF(item);
@@ -216,6 +230,27 @@ static int parse_f64(const am_py_call *call, PyObject *obj, const char *name, do
     return -1;
 }
 
+static int parse_f64s(am_py_call *call, PyObject *obj, const char *name, am_f64_array *out)
+{
+    const int is_list = PyList_Check(obj), is_tuple = PyTuple_Check(obj);
+    const Py_ssize_t n = is_list ? PyList_Size(obj) : is_tuple ? PyTuple_Size(obj) : 1;
+    double *const data = am_py_alloc(call, (size_t)n * sizeof *data);
+    if (data == NULL)
+        return -1;
+    for (Py_ssize_t i = 0; i < n; i++) { /* reading one may run Python code: hold it */
+        PyObject *item = is_list ? PyList_GetItem(obj, i) : is_tuple ? PyTuple_GetItem(obj, i) : obj;
+        if (item == NULL)
+            return -1;
+        Py_INCREF(item);
+        const int rc = parse_f64(call, item, name, &data[i]);
+        Py_DECREF(item);
+        if (rc < 0)
+            return -1;
+    }
+    *out = (am_f64_array){data, n};
+    return 0;
+}
+
 static int parse_str(am_py_call *call, PyObject *obj, const char *name, const char **out)
 {
     if (!PyUnicode_Check(obj))
@@ -239,6 +274,7 @@ static int convert(am_py_call *call, const am_py_spec *s, const char *name, PyOb
     case AM_PY_INDEX: return am_py_index(call, obj, name, s->target);
     case AM_PY_I64: return parse_i64(call, obj, name, s->target);
     case AM_PY_F64: return parse_f64(call, obj, name, s->target);
+    case AM_PY_F64S: return parse_f64s(call, obj, name, s->target);
     case AM_PY_STR: return parse_str(call, obj, name, s->target);
     case AM_PY_BOOL:
         if (!PyBool_Check(obj))

@@ -1,0 +1,74 @@
+# Everything a developer runs. `make help` lists it; .ci/run calls the same targets.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+PY := $(VENV)/bin/python
+READY := $(VENV)/.ready
+export PYTHONPATH := .
+ASAN_LIBS = $(shell gcc -print-file-name=libasan.so):$(shell gcc -print-file-name=libubsan.so)
+ASAN_COPY := automodel_c tests benchmarks csrc examples tools setup.py pyproject.toml README.md Makefile
+C_FILES := $(shell git ls-files 'csrc/*.[ch]' 'csrc/*.inc' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.c')
+
+.DEFAULT_GOAL := help
+.PHONY: help venv build test test-isa asan tsan fuzz leaks lint fix bench cuda-report clean
+
+help: ## print this list
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' | awk -F'|' '{printf "  %-12s %s\n", $$1, $$2}'
+
+$(READY): pyproject.toml
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install -q --upgrade pip
+	$(PY) -c 'import torch' 2>/dev/null || $(PY) -m pip install -q '$(TORCH)'
+	$(PY) -m pip install -q 'setuptools>=77' wheel numpy
+	$(PY) -m pip install -q --no-build-isolation -e '.[train,dev]'
+	@touch $@
+
+venv: $(READY) ## the environment in .venv: torch, the training extras, the tools
+
+build: venv ## compile automodel_c._amcore in place
+	$(PY) setup.py -q build_ext --inplace
+
+test: build ## every test that this machine can run
+	$(PY) -m pytest -q
+
+test-isa: build ## tests/core and tests/ops once with each row of CPU kernels as the default
+	for isa in scalar avx2 avx512 avx512_bf16; do AM_ISA=$$isa $(PY) -m pytest -q tests/core tests/ops || exit 1; done
+
+asan: venv ## tests/core and tests/ops with AddressSanitizer and UBSan, built apart in build/asan
+	mkdir -p build/asan && cd build/asan && rm -rf $(ASAN_COPY)
+	cp -r $(ASAN_COPY) build/asan/
+	rm -f build/asan/automodel_c/*.so
+	cd build/asan && AM_CUDA=0 AM_SANITIZE=address $(abspath $(PY)) setup.py -q build_ext --inplace
+	cd build/asan && LD_PRELOAD=$(ASAN_LIBS) PYTHONMALLOC=malloc \
+	    ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:halt_on_error=1 UBSAN_OPTIONS=print_stacktrace=1 \
+	    $(abspath $(PY)) -m pytest -q -p no:cacheprovider tests/core tests/ops
+
+tsan: venv ## the thread pool under ThreadSanitizer
+	AM_POOL_ROUNDS=20000 $(PY) -m pytest -q tests/core/test_pool.py
+
+fuzz: build ## random arguments for ten minutes, and long hypothesis runs
+	HYPOTHESIS_PROFILE=long $(PY) -m pytest -q tests/ops tests/fuzz
+	$(PY) -m tests.fuzz.fuzz_args --seconds 600
+
+leaks: build ## every entry point a hundred thousand times, memory and references watched
+	AM_LEAK_ROUNDS=100000 $(PY) -m pytest -q tests/leaks
+
+lint: build ## clang-format, ruff, and the project's own rules
+	$(VENV)/bin/clang-format --dry-run --Werror $(C_FILES)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(PY) -m pytest -q tests/lint
+
+fix: venv ## format everything
+	$(VENV)/bin/clang-format -i $(C_FILES)
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+bench: build ## every operator beside its peers; JSON into benchmarks/results
+	for file in benchmarks/ops/bench_*.py; do $(PY) -m benchmarks.ops.$$(basename $$file .py) || exit 1; done
+
+cuda-report: build ## registers, shared memory and spills of every CUDA kernel
+	$(PY) tools/ptxas_table.py
+
+clean: ## remove what was built, but keep the environment
+	rm -rf build automodel_c/*.so *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,64 @@
+"""The one place that knows how FSDP2 keeps its parameter groups (torch 2.11 to 2.13)."""
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+
+def units(model):
+    """Every FSDP unit of ``model`` (nn.Module), itself included; ValueError when there is none."""
+    found = [m for m in model.modules() if isinstance(m, FSDPModule)]
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no FSDP2 unit: call fully_shard first")
+    return found
+
+
+def param_group(unit):
+    """A unit's parameter group, or None where its children hold all its parameters.
+
+    NotImplementedError for a unit with several groups: FSDP2 takes no custom communication there.
+    """
+    state = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # torch 2.11
+        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+    if len(groups) > 1:
+        raise NotImplementedError(
+            f"{type(unit).__name__} has {len(groups)} parameter groups; custom communication needs one a unit"
+        )
+    return groups[0] if groups else None
+
+
+def trainable(group):
+    """The group's parameters that take a gradient and were gathered at least once."""
+    return [p for p in group.fsdp_params if p.sharded_param.requires_grad and hasattr(p, "_unsharded_param")]
+
+
+class CompleteGradients:
+    """Wraps a group's ``post_backward``: before a reduction every trainable parameter has a gradient, of one dtype.
+
+    FSDP2 reduces the gradients that exist. A parameter that one rank did not use would make the ranks' buffers differ,
+    and one first used in a later microbatch has another dtype than those accumulated so far. Both are widened here: a
+    missing gradient becomes zeros, a fresh one joins the accumulated ones in the reduce dtype.
+    """
+
+    def __init__(self, group):
+        self.group, self.post_backward = group, group.post_backward
+
+    @classmethod
+    def install(cls, group):
+        if not isinstance(group.post_backward, cls):
+            group.post_backward = cls(group)
+
+    def __call__(self, *unused):
+        if self.group.reduce_grads:
+            self._complete()
+        return self.post_backward(*unused)
+
+    def _complete(self):
+        params = trainable(self.group)
+        held = any(p.unsharded_accumulated_grad is not None for p in params)
+        for p in params:
+            if p.unsharded_accumulated_grad is None and p._unsharded_param.grad is None:
+                p._unsharded_param.grad = torch.zeros_like(p._unsharded_param)
+            if held and p.unsharded_accumulated_grad is None:
+                p.to_accumulated_grad_if_needed()

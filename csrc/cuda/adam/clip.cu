@@ -1,0 +1,189 @@
+/* clip.cu -- sum of squares and scaling of a list of gradients, simple kernels.
+ *
+ * As in adam.cu the table of tensors is a kernel parameter. The sum: block b of every launch adds part b of that
+ * launch's elements to parts[b] in float64, in one order whatever the timing; a last block adds the parts.
+ *
+ * Floor: 4 bytes an element for the sum, 8 for scaling (float32), over the read and copy rates of the memory.
+ */
+#include "cuda_check.h"
+
+#include <stdint.h>
+
+#include <cuda_bf16.h>
+
+extern "C" {
+#include "clip.h"
+}
+
+namespace
+{
+
+constexpr int kThreads = 256;
+constexpr int kTile = 8192; /* elements of a scaling block */
+constexpr int kTensors = 1024;
+
+struct Row {
+    void *data;
+    int64_t begin; /* of this tensor in the launch's line */
+    bool bf16;
+};
+
+struct Table {
+    Row rows[kTensors];
+    int64_t total;
+    int n_rows;
+};
+static_assert(sizeof(Table) <= 32000, "the table and the scalars fit in the 32,764 bytes of kernel parameters");
+
+__device__ int row_at(const Table &t, int64_t at)
+{
+    int low = 0, high = t.n_rows - 1;
+    while (low < high) {
+        const int middle = low + (high - low + 1) / 2;
+        if (t.rows[middle].begin <= at)
+            low = middle;
+        else
+            high = middle - 1;
+    }
+    return low;
+}
+
+__device__ int64_t end_of(const Table &t, int row) { return row + 1 < t.n_rows ? t.rows[row + 1].begin : t.total; }
+
+__device__ double load(const Row &row, int64_t i)
+{
+    return row.bf16 ? static_cast<double>(__bfloat162float(static_cast<const __nv_bfloat16 *>(row.data)[i]))
+                    : static_cast<double>(static_cast<const float *>(row.data)[i]);
+}
+
+__device__ double block_sum(double mine)
+{
+    __shared__ double all[kThreads];
+    all[threadIdx.x] = mine;
+    for (int half = kThreads / 2; half > 0; half /= 2) {
+        __syncthreads();
+        if (threadIdx.x < half)
+            all[threadIdx.x] += all[threadIdx.x + half];
+    }
+    return all[0]; /* for thread 0 */
+}
+
+__global__ void __launch_bounds__(kThreads)
+    clip_sumsq_part_kernel(const __grid_constant__ Table t, double *parts, bool first)
+{
+    const int64_t part = (t.total + AM_SUMSQ_PARTS - 1) / AM_SUMSQ_PARTS;
+    const int64_t begin = blockIdx.x * part, end = begin + part < t.total ? begin + part : t.total;
+    double sum = 0.0;
+    for (int64_t at = begin; at < end;) {
+        const int row = row_at(t, at);
+        const int64_t stop = end_of(t, row) < end ? end_of(t, row) : end;
+        for (int64_t i = at + threadIdx.x; i < stop; i += kThreads) {
+            const double x = load(t.rows[row], i - t.rows[row].begin);
+            sum += x * x;
+        }
+        at = stop;
+    }
+    sum = block_sum(sum);
+    if (threadIdx.x == 0)
+        parts[blockIdx.x] = first ? sum : parts[blockIdx.x] + sum;
+}
+
+__global__ void __launch_bounds__(kThreads) clip_sumsq_total_kernel(const double *parts, double *sumsq)
+{
+    double sum = 0.0;
+    for (int i = threadIdx.x; i < AM_SUMSQ_PARTS; i += kThreads)
+        sum += parts[i];
+    sum = block_sum(sum);
+    if (threadIdx.x == 0)
+        *sumsq = sum;
+}
+
+__global__ void __launch_bounds__(kThreads) clip_scale_kernel(const __grid_constant__ Table t, const double *factor)
+{
+    const double f = *factor;
+    if (f == 1.0)
+        return;
+    const int64_t begin = static_cast<int64_t>(blockIdx.x) * kTile;
+    const int64_t end = t.total - begin > kTile ? begin + kTile : t.total;
+    for (int64_t at = begin; at < end;) {
+        const int row = row_at(t, at);
+        const Row &r = t.rows[row];
+        const int64_t stop = end_of(t, row) < end ? end_of(t, row) : end;
+        for (int64_t i = at + threadIdx.x - r.begin; i < stop - r.begin; i += kThreads) {
+            const float y = static_cast<float>(load(r, i) * f);
+            if (r.bf16)
+                static_cast<__nv_bfloat16 *>(r.data)[i] = __float2bfloat16_rn(y);
+            else
+                static_cast<float *>(r.data)[i] = y;
+        }
+        at = stop;
+    }
+}
+
+/* Fills the table with tensors from *at on, as many as fit, and moves *at past them. */
+void fill(Table &t, const am_tensor_list &list, int64_t *at)
+{
+    t.n_rows = 0;
+    t.total = 0;
+    for (; *at < list.n && t.n_rows < kTensors; ++*at) {
+        const am_tensor &x = list.items[*at];
+        t.rows[t.n_rows].data = x.data;
+        t.rows[t.n_rows].begin = t.total;
+        t.rows[t.n_rows++].bf16 = x.dtype == AM_BF16;
+        t.total += am_numel(&x);
+    }
+}
+
+am_status sumsq(const am_grad_sumsq_args *a, cudaStream_t stream)
+{
+    double *const parts = static_cast<double *>(a->parts.data);
+    Table t;
+    int64_t at = 0;
+    bool first = true;
+    do { /* an empty list still writes its zeros */
+        fill(t, a->grads, &at);
+        clip_sumsq_part_kernel<<<AM_SUMSQ_PARTS, kThreads, 0, stream>>>(t, parts, first);
+        AM_CUDA_LAUNCHED();
+        first = false;
+    } while (at < a->grads.n);
+    clip_sumsq_total_kernel<<<1, kThreads, 0, stream>>>(parts, static_cast<double *>(a->sumsq.data));
+    AM_CUDA_LAUNCHED();
+    return AM_OK;
+}
+
+am_status scale(const am_scale_args *a, cudaStream_t stream)
+{
+    Table t;
+    for (int64_t at = 0; at < a->tensors.n;) {
+        fill(t, a->tensors, &at);
+        const int64_t tiles = (t.total + kTile - 1) / kTile;
+        AM_CHECK(tiles <= INT32_MAX, AM_ERR_UNSUPPORTED, "scale_: %lld elements in one launch, CUDA takes up to %lld",
+                 (long long)t.total, (long long)INT32_MAX * kTile);
+        if (tiles == 0)
+            continue;
+        clip_scale_kernel<<<static_cast<unsigned>(tiles), kThreads, 0, stream>>>(
+            t, static_cast<const double *>(a->factor.data));
+        AM_CUDA_LAUNCHED();
+    }
+    return AM_OK;
+}
+
+template <typename Args>
+am_status on_device(am_status (*fn)(const Args *, cudaStream_t), const Args *a, const am_exec *ex)
+{
+    int before = 0;
+    AM_CUDA(cudaGetDevice(&before));
+    AM_CUDA(cudaSetDevice(ex->dev_index));
+    const am_status st = fn(a, static_cast<cudaStream_t>(ex->stream));
+    AM_CUDA(cudaSetDevice(before));
+    return st;
+}
+
+} // namespace
+
+extern "C" am_status am_cuda_grad_sumsq(const am_grad_sumsq_args *a, const am_exec *ex)
+{
+    return on_device(sumsq, a, ex);
+}
+
+extern "C" am_status am_cuda_scale(const am_scale_args *a, const am_exec *ex) { return on_device(scale, a, ex); }

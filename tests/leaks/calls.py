@@ -1,0 +1,289 @@
+"""The leak list: every method of the extension, called rightly and in every way that fails.
+
+A new method adds its calls here; tests/lint/test_bindings.py fails until it does.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tests.core.producers import Producer
+
+
+@dataclass(frozen=True)
+class Call:
+    """`make()` gives (args, kwargs) once; the call is then repeated. `raises` is its exception, None when it works."""
+
+    method: str
+    label: str
+    make: Callable
+    raises: type | None = None
+    slow: int = 1  # a call that costs the producer milliseconds is repeated so many times less
+
+    def __str__(self):
+        return f"{self.method}-{self.label}"
+
+
+def ok(method, label, make):
+    return Call(method, label, make)
+
+
+def read_only(n):
+    x = np.zeros(n, np.float32)
+    x.flags.writeable = False
+    return x
+
+
+INDEX_FORMS = {
+    "list": (lambda: [0, 1, 1, 2], None),
+    "tuple": (lambda: (0, 1, 1, 2), None),
+    "numpy": (lambda: np.array([0, 1, 1, 2]), None),
+    "tensor": (lambda: torch.tensor([0, 1, 1, 2], dtype=torch.int32), None),
+    "capsule": (lambda: Producer([0, 1, 1, 2]), None),
+    "old-capsule": (lambda: Producer([0, 1, 1, 2], versioned=False, style="bare"), None),
+    "empty": (lambda: torch.tensor([], dtype=torch.int64), None),
+    "float-item": (lambda: [0, 1.5], TypeError),
+    "huge-item": (lambda: [0, 2**64], ValueError),
+    "float": (lambda: torch.tensor([1.0]), TypeError),
+    "swapped": (lambda: np.zeros(3, ">i8"), TypeError),
+    "two-axes": (lambda: np.zeros((2, 2), np.int64), ValueError),
+    "negative-stride": (lambda: np.arange(3)[::-1], ValueError),
+    "no-tensor": (lambda: 7, TypeError),
+    "meta": (lambda: torch.zeros(3, dtype=torch.int64, device="meta"), ValueError),
+    "capsule-negative-stride": (lambda: Producer(strides=(-1,)), ValueError),
+    "capsule-used": (lambda: Producer(name=b"used_dltensor"), TypeError),
+    "capsule-major": (lambda: Producer(version=(2, 0)), BufferError),
+    "capsule-broadcast": (lambda: Producer(shape=(2**57,), strides=(0,)), MemoryError),
+}
+
+
+def index_calls(method, good_labels):
+    for label, (make, raises) in INDEX_FORMS.items():
+        if label in good_labels or (raises is not None and (label != "meta" or method == "index_array")):
+            yield Call(method, label, lambda make=make: ((make(),), {}), raises, slow=50 if label == "meta" else 1)
+    yield Call(method, "missing", lambda: ((), {}), TypeError)
+    yield Call(method, "unexpected", lambda: (([1],), {"other": 1}), TypeError)
+    yield Call(method, "twice", lambda: (([1], [1]), {}), TypeError)
+
+
+def partition(label, patches, world, raises=None, **options):
+    keywords = {"alpha": 0, "bisect": False, **options}
+    return Call(
+        "frame_partition", label, lambda: ((patches() if callable(patches) else patches, world), keywords), raises
+    )
+
+
+def frames():
+    yield partition("minimax", [3, 4, 5], 2)
+    yield partition("bisect", lambda: torch.tensor([3, 4, 5]), 2, bisect=True)
+    yield partition("none", [3], 2)
+    yield partition("world", [3], 0, ValueError)
+    yield partition("world-kind", lambda: Producer(), "2", TypeError)
+    yield partition("world-huge", [3], 2**70, ValueError)
+    yield partition("negative", [3, -1], 1, ValueError)
+    yield partition("overflow", [2**62, 2**62], 1, ValueError)
+    yield partition("alpha", [3], 1, ValueError, alpha=-1)
+    yield partition("bisect-kind", [3], 1, TypeError, bisect=1)
+    yield partition("unexpected", [3], 1, TypeError, other=3)
+
+
+def lists(n=2, tensors=2, dtype=torch.float32):
+    return [torch.zeros(n, dtype=dtype) for _ in range(tensors)]
+
+
+NUMBERS = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.0}
+
+
+def adam(label, raises=None, tensors=2, **changes):
+    """A call of adam_step with some of its arguments replaced by what `changes` makes."""
+
+    def make():
+        arguments = {
+            "params": lists(tensors=tensors),
+            "exp_avgs": lists(tensors=tensors),
+            "exp_avg_sqs": lists(tensors=tensors),
+            "steps": lists(1, tensors),
+            "grads": lists(tensors=tensors),
+            **NUMBERS,
+        }
+        arguments.update({name: value() if callable(value) else value for name, value in changes.items()})
+        return (), {name: value for name, value in arguments.items() if value is not Ellipsis}
+
+    return Call("adam_step", label, make, raises)
+
+
+def adam_calls():
+    yield adam("plain")
+    yield adam("many", tensors=100)
+    yield adam("empty", tensors=0)
+    yield adam("groups", group_sizes=[1, 1], **{name: [value] * 2 for name, value in NUMBERS.items()})
+    yield adam("numpy", params=lambda: [np.zeros(2, np.float32), Producer([1, 2], numpy_dtype=np.float32)])
+    yield adam("missing", TypeError, lr=...)
+    yield adam("unexpected", TypeError, other=1)
+    yield adam("not-a-list", TypeError, params=lambda: torch.zeros(2))
+    yield adam("not-a-tensor", TypeError, grads=lambda: [torch.zeros(2), 3])
+    yield adam("taken-then-bad", TypeError, grads=lambda: [Producer([1, 2], numpy_dtype=np.float32), 3])
+    yield adam("read-only", ValueError, params=lambda: [read_only(2), read_only(2)])
+    yield adam("read-only-capsule", ValueError, params=lambda: [Producer([1], numpy_dtype=np.float32, flags=1)] * 2)
+    yield adam("count", ValueError, grads=lambda: lists(tensors=1))
+    yield adam("shape", ValueError, grads=lambda: lists(3))
+    yield adam("dtype", TypeError, grads=lambda: lists(dtype=torch.int32))
+    yield adam("shared", ValueError, params=lambda: [torch.zeros(2)] * 2)
+    yield adam("shared-many", ValueError, tensors=100, params=lambda: [torch.zeros(2)] * 100)
+    yield adam("number", ValueError, lr=-1.0)
+    yield adam("number-kind", TypeError, lr="1")
+    yield adam("number-huge", ValueError, lr=10**400)
+    yield adam("numbers-count", ValueError, lr=[0.1, 0.2])
+    yield adam("groups-bad", ValueError, group_sizes=[5])
+    yield adam("groups-kind", TypeError, group_sizes=3)
+
+
+def one(dtype=torch.float64, n=1):
+    return torch.ones(n, dtype=dtype)
+
+
+def clip_calls():
+    yield ok("grad_sumsq", "plain", lambda: ((one(), one(n=1024), lists()), {}))
+    yield Call("grad_sumsq", "dtype", lambda: ((one(torch.float32), one(n=1024), lists()), {}), TypeError)
+    yield Call("grad_sumsq", "shape", lambda: ((one(), one(n=3), lists()), {}), ValueError)
+    yield Call("grad_sumsq", "kind", lambda: ((one(), one(n=1024), 3), {}), TypeError)
+    yield ok("scale_", "plain", lambda: ((lists(), one()), {}))
+    yield Call("scale_", "dtype", lambda: ((lists(dtype=torch.int32), one()), {}), TypeError)
+    yield Call("scale_", "missing", lambda: ((lists(),), {}), TypeError)
+
+
+def reduce_parts(label, raises=None, out=lambda: torch.zeros(3), parts=lambda: torch.ones(2, 3), **scale):
+    return Call("comm_reduce_parts", label, lambda: ((out(), parts()), scale or {"scale": 1.0}), raises)
+
+
+def comm_calls():
+    yield reduce_parts("plain")
+    yield reduce_parts("numpy", out=lambda: np.zeros(3, np.float32))
+    yield reduce_parts("shape", ValueError, out=lambda: torch.zeros(4))
+    yield reduce_parts("dtype", TypeError, out=lambda: torch.zeros(3, dtype=torch.int32))
+    yield reduce_parts("read-only", ValueError, out=lambda: read_only(3))
+    yield reduce_parts("scale", ValueError, scale=float("nan"))
+    yield reduce_parts("scale-huge", ValueError, scale=10**400)
+    yield reduce_parts("missing", TypeError, other=1.0)
+
+
+def numbers(*shape, dtype=torch.float32):
+    return torch.ones(shape, dtype=dtype)
+
+
+def variants(method, arguments, keywords, wrong):
+    """The right call, and one failing call for each (label, exception, position or keyword, value) of `wrong`."""
+
+    def make(at=None, value=None):
+        args = [argument() if callable(argument) else argument for argument in arguments]
+        kwargs = {name: given() if callable(given) else given for name, given in keywords.items()}
+        if at is not None:
+            (args if isinstance(at, int) else kwargs)[at] = value() if callable(value) else value
+        return tuple(args), kwargs
+
+    yield ok(method, "plain", make)
+    for label, raises, at, value in wrong:
+        yield Call(method, label, lambda at=at, value=value: make(at, value), raises)
+
+
+def integers(*values):
+    return lambda: torch.tensor(values, dtype=torch.int64)
+
+
+def loss_calls():
+    m, scalar = lambda: numbers(2, 4), lambda: numbers()
+    settings = {"chunk_len": 32, "ignore_index": -100}
+    scratch = lambda: numbers(2, dtype=torch.float64)  # noqa: E731
+    wrong = [
+        ("dtype", TypeError, 2, lambda: numbers(2, 4, dtype=torch.float64)),
+        ("label", ValueError, 3, integers(0, 4)),
+        ("count", ValueError, 4, integers(-1)),
+        ("chunk", ValueError, "chunk_len", 0),
+    ]
+    good = [m, integers(1, -100), None]
+    yield from variants("cross_entropy_forward", [scalar, scratch, *good], settings, wrong)
+    yield from variants("cross_entropy_backward", [m, scalar, *good], settings, wrong)
+    pair = integers(0, 1)
+    yield from variants(
+        "linear_cross_entropy_rows",
+        [pair, pair, lambda: numbers(2, 3), lambda: numbers(4, 3), integers(1, -100), None],
+        {"ignore_index": -100},
+        [
+            ("shape", ValueError, 3, m),
+            ("label", ValueError, 4, integers(0, 4)),
+            ("dtype", TypeError, 4, lambda: numbers(2)),
+        ],
+    )
+    stats = lambda: numbers(3, 2)  # noqa: E731
+    yield from variants("linear_cross_entropy_chunk", [stats, m, pair], {"first": 0}, [("shape", ValueError, 0, m)])
+    yield from variants("linear_cross_entropy_loss", [scalar, stats, None], {"n": 2}, [("n", ValueError, "n", 3)])
+    yield from variants(
+        "linear_cross_entropy_grad", [m, scalar, stats, pair, None], {"first": 0}, [("dtype", TypeError, 1, pair)]
+    )
+    part = lambda: numbers(2, 4, dtype=torch.bfloat16)  # noqa: E731
+    yield from variants("linear_cross_entropy_add", [m, part], {}, [("dtype", ValueError, 1, m)])
+    yield from variants("linear_cross_entropy_scatter", [m, m, pair], {}, [("rows", ValueError, 2, integers(1, 1))])
+
+
+def norm_calls():
+    x, w, r = lambda: numbers(2, 4), lambda: numbers(4), lambda: numbers(2)
+    one_sum, two_sums = (lambda n=n: numbers(1, n, 4, dtype=torch.float64) for n in (1, 2))
+    shape = lambda at: [("shape", ValueError, at, lambda: numbers(2, 5)), ("dtype", TypeError, at, integers(1))]  # noqa: E731
+    rms = {"eps": 1e-6, "zero_centered": True}
+    yield from variants("rms_norm_forward", [x, r, x, w], rms, [*shape(3), ("eps", ValueError, "eps", -1.0)])
+    yield from variants("rms_norm_backward", [x, w, one_sum, x, x, w, r], {"zero_centered": True}, shape(3))
+    yield from variants("gated_rms_norm_forward", [x, r, x, x, w], {"eps": 1e-6}, shape(3))
+    yield from variants("gated_rms_norm_backward", [x, x, w, one_sum, x, x, x, w, r], {}, shape(4))
+    yield from variants("layer_norm_forward", [x, r, r, x, w, w], {"eps": 1e-6}, shape(5))
+    yield from variants("layer_norm_backward", [x, w, w, two_sums, x, x, w, r, r], {}, shape(4))
+
+
+def rope_calls():
+    q = lambda: numbers(2, 1, 8)  # noqa: E731
+    wrong = [
+        ("shape", ValueError, 4, integers(0, 1, 2)),
+        ("dtype", TypeError, 4, lambda: numbers(2)),
+        ("theta", ValueError, "theta", 0.0),
+    ]
+    settings = {"theta": 1e4, "inverse": False}
+    good = [q, q, q, q, integers(0, 1)]
+    yield from variants("vision_rope", good, settings, wrong)
+    settings |= {"rotary_dim": 8, "section": [2, 1, 1]}
+    yield from variants("mrope", good, settings, [*wrong, ("section", ValueError, "section", [1, 2])])
+
+
+def mlp_calls():
+    x = lambda: numbers(2, 4)  # noqa: E731
+    wrong = [("shape", ValueError, 1, lambda: numbers(2, 5)), ("dtype", TypeError, 1, integers(1))]
+    for name in ("swiglu", "sigmoid_gate"):
+        yield from variants(f"{name}_forward", [x, x, x], {}, wrong)
+        yield from variants(f"{name}_backward", [x, x, x, x, x], {}, wrong)
+    yield from variants("gelu_forward", [x, x], {"tanh": True}, wrong)
+    yield from variants("gelu_backward", [x, x, x], {"tanh": False}, wrong)
+
+
+CALLS = [
+    ok("build_info", "plain", lambda: ((), {})),
+    ok("set_isa", "scalar", lambda: (("scalar",), {})),
+    Call("set_isa", "unknown", lambda: (("sse",), {}), ValueError),
+    Call("set_isa", "kind", lambda: ((3,), {}), TypeError),
+    ok("set_num_threads", "two", lambda: ((2,), {})),
+    Call("set_num_threads", "zero", lambda: ((0,), {}), ValueError),
+    Call("set_num_threads", "huge", lambda: ((2**70,), {}), ValueError),
+    Call("set_num_threads", "kind", lambda: ((2.0,), {}), TypeError),
+    *index_calls("index_array", {"list", "tuple", "numpy", "tensor", "capsule", "old-capsule", "empty"}),
+    *index_calls("docs_from_ids", {"list", "tensor", "capsule", "empty"}),
+    *index_calls("docs_from_offsets", {"list", "tensor"}),
+    Call("docs_from_offsets", "empty", lambda: (([],), {}), ValueError),
+    Call("docs_from_offsets", "decreasing", lambda: (([0, 3, 2],), {}), ValueError),
+    *frames(),
+    *adam_calls(),
+    *clip_calls(),
+    *comm_calls(),
+    *loss_calls(),
+    *norm_calls(),
+    *rope_calls(),
+    *mlp_calls(),
+]

@@ -1,0 +1,1 @@
+from tests.ranks import rank_pools, ranks  # noqa: F401
