@@ -88,6 +88,7 @@ def checkpoint_step(folder):
 def _prune(folder, keep):
     if keep is None:
         return
-    found = sorted((int(m.group(1)), p) for p in folder.iterdir() if (m := _NAME.fullmatch(p.name)))
-    for _, path in found[:-keep]:
+    found = [p for p in folder.iterdir() if _NAME.fullmatch(p.name) and (p / ".metadata").is_file()]
+    found.sort(key=lambda p: (p / ".metadata").stat().st_mtime_ns)  # an earlier run may have left later steps
+    for path in found[:-keep]:
         shutil.rmtree(path)
