@@ -82,6 +82,7 @@ def _complain(error):
 
 def _start_ranks(arguments):
     """Runs the same command under torchrun's launcher; returns the exit status of the rank that failed first, or 0."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -106,6 +107,9 @@ def _start_ranks(arguments):
         if failure.exitcode != USAGE_ERROR:
             print(f"automodel-c: rank {rank} failed first, with exit status {failure.exitcode}", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 1
+    except SignalException as error:
+        print(f"automodel-c: ended by {error.sigval.name}", file=sys.stderr)
+        return 128 + error.sigval
     return 0
 
 

@@ -1,3 +1,5 @@
+import signal
+
 import pytest
 
 from automodel_c.cli import main
@@ -65,6 +67,20 @@ def test_main_refused_on_two_ranks(tiny):
     done = run_cli("train", DIGITS, *tiny, "--nproc", "2", "--check", "step_scheduler.local_batch_size=5")
     assert done.returncode == 2 and "Traceback" not in done.stderr + done.stdout
     assert done.stderr.count("global_batch_size=16 is no multiple") == 1
+
+
+def test_main_ended_by_a_signal(monkeypatch, capsys):
+    """Ctrl-C ends the launcher without a traceback of its own."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.launcher import api
+
+    def ended(*_):
+        raise SignalException("got a signal", signal.SIGINT)
+
+    monkeypatch.setattr(api, "elastic_launch", lambda *_: ended)
+    monkeypatch.delenv("RANK", raising=False)
+    assert main(["train", DIGITS, "--nproc", "2"]) == 128 + signal.SIGINT
+    assert capsys.readouterr().err == "automodel-c: ended by SIGINT\n"
 
 
 def test_doctor(capsys):
