@@ -46,6 +46,12 @@ def test_main_usage_error(capsys, arguments, message):
         ("dataset.split=tests", "no file .*tests.jsonl"),
         ("model.config.text_config.hiden_size=8", "text_config.hiden_size; .*text_config.hidden_size"),
         ("model.config.text_config.vocab_size=8", "vocab_size=8: the tokenizer has"),
+        ("model.config.text_config=5", "model.config.text_config: expected a mapping, found 5"),
+        ("model.config.text_config.hidden_size=abc", "model.config: .*expected int, got str"),
+        (
+            "model.config.text_config.vocab_size=null",
+            "model.config.text_config.vocab_size: expected an int, found None",
+        ),
         ("model.torch_dtype=int8", "model.torch_dtype: expected a floating-point dtype"),
         ("lr_scheduler.lr_decay_style=WSD", "lr_decay_style='WSD' is not supported"),
     ],
