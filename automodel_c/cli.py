@@ -7,6 +7,7 @@ import sys
 from importlib import metadata
 
 USAGE_ERROR = 2
+_TRAIN_MODULES = ("torch", "transformers", "safetensors", "yaml", "tqdm", "PIL", "matplotlib", "sklearn", "tokenizers")
 _PACKAGES = (
     "numpy",
     "torch",
@@ -28,7 +29,13 @@ def main(argv=None):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if overrides:
         arguments.overrides = [*arguments.overrides, *overrides]
-    return arguments.run(arguments)
+    try:
+        return arguments.run(arguments)
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in _TRAIN_MODULES:
+            raise
+        return _complain(f"{missing} is not installed: pip install 'automodel_c[train]'")
 
 
 def _parser():

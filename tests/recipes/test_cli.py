@@ -1,10 +1,13 @@
+import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
 from automodel_c.cli import main
 
-from .conftest import DIGITS, run_cli
+from .conftest import DIGITS, ROOT, run_cli
 
 
 def _refused(capsys, *arguments):
@@ -73,6 +76,20 @@ def test_main_refused_on_two_ranks(tiny):
     done = run_cli("train", DIGITS, *tiny, "--nproc", "2", "--check", "step_scheduler.local_batch_size=5")
     assert done.returncode == 2 and "Traceback" not in done.stderr + done.stdout
     assert done.stderr.count("global_batch_size=16 is no multiple") == 1
+
+
+@pytest.mark.parametrize("module", ["yaml", "torch", "transformers"])
+def test_main_without_the_packages_for_training(module):
+    """Where NumPy alone is installed, train says what to install."""
+    code = f"import sys; sys.modules[{module!r}] = None; from automodel_c.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "train", DIGITS]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"automodel-c: error: {module} is not installed: pip install 'automodel_c[train]'\n",
+    )
 
 
 def test_main_ended_by_a_signal(monkeypatch, capsys):
