@@ -109,6 +109,8 @@ class FusedAdamW(torch.optim.Optimizer):
                 [to_local(t) for t in tensors] for tensors in (params, grads, exp_avgs, exp_avg_sqs)
             )
             masters = masters and [to_local(t) for t in masters]
+        if any(map(torch.Tensor.is_neg, grads)):  # DLPack does not tell that the memory holds the opposite sign
+            grads = [grad.resolve_neg() for grad in grads]
         lrs = [group["lr"] for group in self.param_groups]
         on_device = [isinstance(lr, torch.Tensor) and lr.device == device != torch.device("cpu") for lr in lrs]
         betas = [group["betas"] for group in self.param_groups]

@@ -291,6 +291,15 @@ def test_bad_settings(options, error, message):
             FusedAdamW([{"params": [torch.ones(1, requires_grad=True)], **options}])
 
 
+def test_gradient_that_is_a_negated_view_keeps_its_sign():
+    """A conjugate hands a one-element parameter a gradient whose memory holds the opposite sign."""
+    p = torch.zeros(1, requires_grad=True)
+    (torch.complex(torch.ones(1), p).conj() * torch.tensor([1j])).real.sum().backward()
+    assert p.grad.is_neg() and p.grad == 1
+    FusedAdamW([p], lr=0.1).step()
+    assert p.item() == pytest.approx(-0.1)
+
+
 def test_a_device_that_is_refused_leaves_the_others_as_they_were(seed):
     p, elsewhere = torch.randn(3, requires_grad=True), torch.ones(3, device="meta", requires_grad=True)
     p.grad, elsewhere.grad = torch.ones(3), torch.ones(3, device="meta")
