@@ -7,9 +7,12 @@ are imported at first use.
 import importlib
 
 from automodel_c._amcore import build_info
+from automodel_c.diagnosis import doctor
 from automodel_c.partition import Pack, docs_from_ids, frame_partition
 
-__all__ = ["Pack", "build_info", "docs_from_ids", "frame_partition"]
+__all__ = ["Pack", "build_info", "docs_from_ids", "doctor", "frame_partition"]
+
+__version__ = build_info()["version"]
 
 _TORCH_MODULES = ("ops", "optim", "parallel", "models")
 

@@ -2,22 +2,13 @@
 
 import argparse
 import os
-import platform
 import sys
-from importlib import metadata
+
+from . import __version__
+from .diagnosis import doctor, report
 
 USAGE_ERROR = 2
 _TRAIN_MODULES = ("torch", "transformers", "safetensors", "yaml", "tqdm", "PIL", "matplotlib", "sklearn", "tokenizers")
-_PACKAGES = (
-    "numpy",
-    "torch",
-    "transformers",
-    "safetensors",
-    "tokenizers",
-    "pillow",
-    "scikit-learn",
-    "matplotlib",
-)
 
 
 def main(argv=None):
@@ -40,11 +31,12 @@ def main(argv=None):
 
 def _parser():
     parser = argparse.ArgumentParser(prog="automodel-c", description="Fine-tune Qwen3.5 vision-language models.")
+    parser.add_argument("--version", action="version", version=f"automodel-c {__version__}")
     verbs = parser.add_subparsers(required=True, metavar="train | doctor")
     train = verbs.add_parser("train", help="train by a recipe", description="Trains by a recipe (YAML).")
     train.add_argument("recipe", help="a YAML file, such as examples/digits.yaml")
     train.add_argument("overrides", nargs="*", metavar="key=value", help="recipe keys to set: optimizer.lr=1e-3")
-    train.add_argument("--nproc", type=_positive, help="start so many ranks on this machine with torchrun")
+    train.add_argument("--nproc", type=_positive, metavar="N", help="start so many ranks on this machine with torchrun")
     train.add_argument("--check", action="store_true", help="read the recipe and build everything, but do not train")
     train.set_defaults(run=_train)
     doctor = verbs.add_parser("doctor", help="say what is installed")
@@ -53,10 +45,9 @@ def _parser():
 
 
 def _positive(text):
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected at least 1, found {number}")
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number, at least 1, found {text}")
+    return int(text)
 
 
 def _train(arguments):
@@ -121,10 +112,6 @@ def _start_ranks(arguments):
 
 
 def _doctor(_):
-    print(f"python {platform.python_version()} on {platform.machine()}, {os.cpu_count()} cores")
-    for package in _PACKAGES:
-        try:
-            print(f"{package} {metadata.version(package)}")
-        except metadata.PackageNotFoundError:
-            print(f"{package} missing")
+    for line in report(doctor()):
+        print(line)
     return 0
