@@ -10,6 +10,7 @@ struct am_py_hold { /* either memory of our own behind the header, or a producer
     am_py_hold *next;
     void *managed;
     int versioned;
+    PyObject *object; /* strong */
 };
 
 static am_py_hold *hold_new(am_py_call *call, size_t extra)
@@ -71,6 +72,7 @@ void am_py_release(am_py_call *call)
             delete_managed(h->managed, h->versioned);
             PyErr_Restore(type, value, trace);
         }
+        Py_XDECREF(h->object);
         free(h);
     }
 }
@@ -175,10 +177,16 @@ static void put_index(char *at, Py_ssize_t i)
 
 static int parse_list(am_py_call *call, PyObject *obj, const char *name, int writable, am_tensor_list *out)
 {
-    const int is_list = PyList_Check(obj);
-    if (!is_list && !PyTuple_Check(obj))
+    if (!PyList_Check(obj) && !PyTuple_Check(obj))
         return wrong_kind(call, name, "a list or tuple of tensors", obj);
-    const Py_ssize_t n = is_list ? PyList_Size(obj) : PyTuple_Size(obj);
+    PyObject *const list = PyList_Check(obj) ? obj : NULL;
+    if (list != NULL) { /* a list may change while a tensor is read, or while the GIL is away: hold its items */
+        am_py_hold *const h = hold_new(call, 0);
+        obj = h ? h->object = PyList_AsTuple(obj) : NULL;
+        if (obj == NULL)
+            return -1;
+    }
+    const Py_ssize_t n = PyTuple_Size(obj);
     out->n = n;
     out->items = am_py_alloc(call, (size_t)n * sizeof *out->items);
     if (out->items == NULL)
@@ -189,15 +197,11 @@ static int parse_list(am_py_call *call, PyObject *obj, const char *name, int wri
     memcpy(indexed, name, length);
     indexed[length] = '[';
     char *const index = indexed + length + 1;
-    for (Py_ssize_t i = 0; i < n; i++) { /* the item is borrowed, and reading one may run Python code: hold it */
-        PyObject *item = is_list ? PyList_GetItem(obj, i) : PyTuple_GetItem(obj, i);
-        if (item == NULL)
-            return -1;
+    for (Py_ssize_t i = 0; i < n; i++) {
+        if (list != NULL && PyList_GetItem(list, i) == NULL)
+            return -1; /* shorter by now */
         put_index(index, i);
-        Py_INCREF(item);
-        const int rc = am_py_tensor(call, item, indexed, writable, &out->items[i]);
-        Py_DECREF(item);
-        if (rc < 0)
+        if (am_py_tensor(call, PyTuple_GetItem(obj, i), indexed, writable, &out->items[i]) < 0)
             return -1;
     }
     return 0;

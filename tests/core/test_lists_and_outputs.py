@@ -133,3 +133,27 @@ def test_no_reference_is_kept():
     del bad
     gc.collect()
     assert [sys.getrefcount(x) for x in everything] == before
+
+
+class Drops:
+    """A producer that drops what stands before it in a list while it is read."""
+
+    def __init__(self, tensors):
+        self.tensors, self.tensor = tensors, torch.ones(1)
+
+    def __dlpack_device__(self):
+        return self.tensor.__dlpack_device__()
+
+    def __dlpack__(self, **options):
+        self.tensors[0] = None
+        self.reused = [torch.full((1000,), float("nan")) for _ in range(100)]
+        return self.tensor.__dlpack__(**options)
+
+
+def test_list_that_drops_a_tensor_that_was_read():
+    """Tensors that were read already are borrowed: they live until the call returns."""
+    tensors = []
+    tensors += [torch.ones(1000), Drops(tensors), torch.ones(3)]
+    total = torch.zeros(1, dtype=torch.float64)
+    _amcore.grad_sumsq(total, torch.zeros(1024, dtype=torch.float64), tensors)
+    assert total == 1004 and tensors[0] is None
