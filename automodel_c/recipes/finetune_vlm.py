@@ -203,6 +203,7 @@ def fit(run):
         export_hf(run.model, run.processor, run.output / "hf")
     if run.runtime.is_main:
         draw_curves(run.output / "metrics.jsonl", run.output / "validation.jsonl", run.output / "curves.png")
+    _say(run, f"wrote {run.output}")
     if evaluation is not None:
         _say(run, f"held-out accuracy: {100 * evaluation.accuracy:.1f} % ({evaluation.right} of {evaluation.total})")
     return evaluation
