@@ -8,6 +8,7 @@ relative Frobenius norm and as the largest element. Torch tensors (any dtype, an
 import math
 
 import numpy as np
+import torch
 
 _MANTISSA = {"float64": (52, -1022), "float32": (23, -126), "float16": (10, -14), "bfloat16": (7, -126)}
 
@@ -26,6 +27,19 @@ def assert_as_good_as(ours, naive, ref64, *, name, factor=2.0, ulp=2, dtype=None
     )
     assert numbers["passes"], f"{name}: worse than {factor:g} times naive plus {ulp:g} ulp: {words}"
     return numbers
+
+
+def draws_for(elements, enough=64):
+    """How many independent draws of so many elements make a fair comparison: of one number the naive twin may be lucky.
+
+    Small cases are run that many times, and `pool` puts their results side by side before the rule is asked.
+    """
+    return max(1, enough // max(1, elements))
+
+
+def pool(draws):
+    """[draw][part] tensors -> [part] flat tensors, each the draws one after another."""
+    return [torch.cat([part.reshape(-1) for part in parts]) for parts in zip(*draws, strict=True)]
 
 
 def measure(ours, naive, ref64, *, factor=2.0, ulp=2, dtype=None):

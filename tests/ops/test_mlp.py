@@ -1,5 +1,7 @@
 """swiglu, sigmoid_gate and gelu against float64, and what their callers rely on."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import automodel_c as amc
 from automodel_c import _amcore
 from automodel_c.reference import mlp as reference
-from tests.numerics import assert_as_good_as
+from tests.numerics import assert_as_good_as, draws_for, pool
 from tests.strategies import LAYOUTS, tensors
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
@@ -52,12 +54,21 @@ def run(function, inputs, upstream):
     return [y.detach(), *torch.autograd.grad(y, inputs, upstream.to(y.dtype).expand(y.shape))]
 
 
-def compare(name, inputs):
+def results_of(name, inputs):
+    """Output and gradients of ours, of the plain formula, and of the oracle."""
     ours, plain, oracle, _ = FUNCTIONS[name]
     upstream = torch.randn(ours(*inputs).shape).to(inputs[0].dtype)
-    results = run(ours, inputs, upstream), run(plain, inputs, upstream)
-    truth = run(oracle, [x.double() for x in inputs], upstream)
-    for part, (a, b, c) in enumerate(zip(*results, truth, strict=True)):
+    return (
+        run(ours, inputs, upstream),
+        run(plain, inputs, upstream),
+        run(oracle, [x.double() for x in inputs], upstream),
+    )
+
+
+def compare(name, *draws):
+    """The error rule over one or more draws of inputs."""
+    ours, plain, truth = (pool(part) for part in zip(*(results_of(name, inputs) for inputs in draws), strict=True))
+    for part, (a, b, c) in enumerate(zip(ours, plain, truth, strict=True)):
         assert_as_good_as(a, b, c, name=f"{name}[{part}]")
 
 
@@ -65,7 +76,7 @@ def compare(name, inputs):
 @SHAPES
 @NAMES
 def test_gate(isa, seed, name, shape, dtype):
-    compare(name, inputs_of(name, shape, dtype))
+    compare(name, *(inputs_of(name, shape, dtype) for _ in range(draws_for(math.prod(shape)))))
 
 
 @DTYPES

@@ -1,5 +1,7 @@
 """rms_norm, gated_rms_norm and layer_norm against float64, and what their callers rely on."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import automodel_c as amc
 from automodel_c import _amcore
 from automodel_c.reference import norm as reference
-from tests.numerics import assert_as_good_as
+from tests.numerics import assert_as_good_as, draws_for, pool
 from tests.strategies import LAYOUTS, tensors
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
@@ -69,12 +71,19 @@ def run(function, inputs, upstream, **options):
     return [y.detach() for y in outputs] + list(torch.autograd.grad(outputs, inputs, upstream))
 
 
-def compare(name, inputs, **options):
+def results_of(name, inputs, options):
+    """Outputs and gradients of ours, of the plain formula, and of the oracle."""
     ours, plain, oracle, *_ = FUNCTIONS[name]
     upstream = [torch.randn(inputs[0].shape).to(inputs[0].dtype) for _ in range(2)]
-    truth = run(oracle, [x.double() for x in inputs], upstream, **options)
-    results = run(ours, inputs, upstream, **options), run(plain, inputs, upstream, **options)
-    for part, (a, b, c) in enumerate(zip(*results, truth, strict=True)):
+    doubles = [x.double() for x in inputs]
+    return [run(f, x, upstream, **options) for f, x in ((ours, inputs), (plain, inputs), (oracle, doubles))]
+
+
+def compare(name, *draws, **options):
+    """The error rule over one or more draws of inputs."""
+    results = [results_of(name, inputs, options) for inputs in draws]
+    ours, plain, truth = (pool(part) for part in zip(*results, strict=True))
+    for part, (a, b, c) in enumerate(zip(ours, plain, truth, strict=True)):
         assert_as_good_as(a, b, c, name=f"{name}[{part}]")
 
 
@@ -82,7 +91,7 @@ def compare(name, inputs, **options):
 @SHAPES
 @NAMES
 def test_norm(isa, seed, name, shape, dtype):
-    compare(name, inputs_of(name, shape, dtype))
+    compare(name, *(inputs_of(name, shape, dtype) for _ in range(draws_for(math.prod(shape)))))
 
 
 @NAMES
