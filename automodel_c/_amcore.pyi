@@ -57,3 +57,40 @@ def scale_(
 
 # comm
 def comm_reduce_parts(out: Tensor, parts: Tensor, *, scale: float) -> None: ...
+
+# attention
+def attention_workspace(
+    q: Tensor, k: Tensor, v: Tensor, docs: Index, docs_k: Index | None = None, *, causal: bool, backward: bool
+) -> int: ...
+def attention_forward(
+    out: Tensor,
+    lse: Tensor,
+    workspace: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    docs: Index,
+    docs_k: Index | None = None,
+    lse_low: Tensor | None = None,
+    *,
+    scale: float,
+    causal: bool,
+) -> None: ...
+def attention_backward(
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    workspace: Tensor,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    docs: Index,
+    docs_k: Index | None = None,
+    lse_low: Tensor | None = None,
+    *,
+    scale: float,
+    causal: bool,
+) -> None: ...

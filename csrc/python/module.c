@@ -7,7 +7,7 @@
 #include "am_pool.h"
 
 /* One line per slice: csrc/<slice>/<slice>_py.c defines am_<slice>_methods. */
-#define AM_SLICES(X) X(adam) X(comm) X(partition)
+#define AM_SLICES(X) X(adam) X(attention) X(comm) X(partition)
 
 #define AM_DECLARE(slice) extern PyMethodDef am_##slice##_methods[];
 AM_SLICES(AM_DECLARE)
@@ -34,8 +34,8 @@ static PyObject *build_info(PyObject *module, PyObject *unused)
 #endif
 #define AM_NAME_STRING(slice) #slice " "
     return Py_BuildValue("{s:s,s:s,s:s,s:s,s:s,s:O,s:s,s:O,s:s,s:i}", "version", AM_VERSION, "slices",
-                         AM_SLICES(AM_NAME_STRING), "compiler", __VERSION__, "isa", am_isa_name(am_cpu_isa()),
-                         "best_isa", am_isa_name(am_cpu_best_isa()), "cuda", AM_CUDA_VERSION[0] ? Py_True : Py_False,
+                         AM_SLICES(AM_NAME_STRING), "compiler", __VERSION__, "isa", am_cpu_name(), "best_isa",
+                         am_isa_name(am_cpu_best_isa()), "cuda", AM_CUDA_VERSION[0] ? Py_True : Py_False,
                          "cuda_version", AM_CUDA_VERSION, "debug", debug ? Py_True : Py_False, "sanitizer",
                          AM_SANITIZER, "num_threads", am_num_threads());
 #undef AM_NAME_STRING
@@ -85,7 +85,7 @@ static PyMethodDef own_methods[] = {
      "build_info()\n--\n\nHow this extension was built and what it chose: a dict with version, slices, compiler, "
      "isa (in use), best_isa (of this CPU), cuda, cuda_version, debug, sanitizer, num_threads."},
     {"set_isa", set_isa, METH_O,
-     "set_isa(name)\n--\n\nUse the CPU kernels of 'scalar', 'avx2', 'avx512' or 'avx512_bf16'. For tests and "
+     "set_isa(name)\n--\n\nUse the CPU kernels of 'scalar', 'avx2', 'avx512', 'avx512_bf16' or 'amx_bf16'. For tests and "
      "benchmarks; not while an operator runs. ValueError: no such name. NotImplementedError: this CPU has it not."},
     {"set_num_threads", set_num_threads, METH_O,
      "set_num_threads(n)\n--\n\nThreads of the CPU kernels, 1 to 256, the calling one included. Results do not "

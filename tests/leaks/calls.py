@@ -169,6 +169,51 @@ def comm_calls():
     yield reduce_parts("missing", TypeError, other=1.0)
 
 
+def attention(method, label, raises=None, **changes):
+    """A call of an attention method with some of its arguments replaced by what `changes` makes."""
+
+    def make():
+        names = {
+            "attention_workspace": ("q", "k", "v"),
+            "attention_forward": ("out", "lse", "workspace", "q", "k", "v"),
+            "attention_backward": ("dq", "dk", "dv", "workspace", "dout", "q", "k", "v", "out", "lse"),
+        }[method]
+        tensors = {
+            name: torch.zeros(5, 1 if name in ("k", "v", "dk", "dv") else 2, 16)
+            for name in names
+            if name != "workspace"
+        }
+        arguments = {**tensors, "docs": [0, 2, 2, 5], "causal": True}
+        if method == "attention_workspace":
+            arguments["backward"] = False
+        else:
+            arguments |= {"lse": torch.zeros(5, 2), "workspace": torch.zeros(1 << 21, dtype=torch.uint8), "scale": 1.0}
+        arguments.update({name: value() if callable(value) else value for name, value in changes.items()})
+        return (), {name: value for name, value in arguments.items() if value is not Ellipsis}
+
+    return Call(method, label, make, raises, slow=20 if raises is None and method != "attention_workspace" else 1)
+
+
+def attention_calls():
+    for method in ("attention_workspace", "attention_forward", "attention_backward"):
+        yield attention(method, "plain")
+        yield attention(method, "keys", docs_k=[0, 1, 1, 5])
+        yield attention(method, "missing", TypeError, docs=...)
+        yield attention(method, "unexpected", TypeError, other=1)
+        yield attention(method, "not-a-tensor", TypeError, v=3)
+        yield attention(method, "docs-kind", TypeError, docs=lambda: torch.zeros(2))
+        yield attention(method, "docs-order", ValueError, docs=[0, 3, 2, 5])
+        yield attention(method, "docs-count", ValueError, docs_k=[0, 5])
+        yield attention(method, "dtype", TypeError, q=lambda: torch.zeros(5, 2, 16, dtype=torch.float16))
+        yield attention(method, "head-dim", NotImplementedError, q=lambda: torch.zeros(5, 2, 17))
+        yield attention(method, "stride", ValueError, k=lambda: torch.zeros(5, 1, 32)[..., ::2])
+    for method in ("attention_forward", "attention_backward"):
+        yield attention(method, "low", lse_low=lambda: torch.zeros(5, 2))
+        yield attention(method, "small", ValueError, workspace=lambda: torch.zeros(3, dtype=torch.uint8))
+        yield attention(method, "lse", TypeError, lse=lambda: torch.zeros(5, 2, dtype=torch.float64))
+    yield attention("attention_forward", "read-only", ValueError, out=lambda: read_only(5))
+
+
 CALLS = [
     ok("build_info", "plain", lambda: ((), {})),
     ok("set_isa", "scalar", lambda: (("scalar",), {})),
@@ -185,6 +230,7 @@ CALLS = [
     Call("docs_from_offsets", "decreasing", lambda: (([0, 3, 2],), {}), ValueError),
     *frames(),
     *adam_calls(),
+    *attention_calls(),
     *clip_calls(),
     *comm_calls(),
 ]
