@@ -94,3 +94,126 @@ def attention_backward(
     scale: float,
     causal: bool,
 ) -> None: ...
+
+# loss
+def cross_entropy_forward(
+    loss: Tensor,
+    row_loss: Tensor,
+    logits: Tensor,
+    labels: Tensor,
+    num_label_tokens: Tensor | None = None,
+    *,
+    chunk_len: int,
+    ignore_index: int,
+) -> None: ...
+def cross_entropy_backward(
+    dlogits: Tensor,
+    dloss: Tensor,
+    logits: Tensor,
+    labels: Tensor,
+    num_label_tokens: Tensor | None = None,
+    *,
+    chunk_len: int,
+    ignore_index: int,
+) -> None: ...
+def linear_cross_entropy_rows(
+    rows: Tensor,
+    targets: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    num_label_tokens: Tensor | None = None,
+    *,
+    ignore_index: int,
+) -> int: ...
+def linear_cross_entropy_chunk(stats: Tensor, logits: Tensor, targets: Tensor, *, first: int) -> None: ...
+def linear_cross_entropy_loss(
+    loss: Tensor, stats: Tensor, num_label_tokens: Tensor | None = None, *, n: int
+) -> None: ...
+def linear_cross_entropy_grad(
+    logits: Tensor,
+    dloss: Tensor,
+    stats: Tensor,
+    targets: Tensor,
+    num_label_tokens: Tensor | None = None,
+    *,
+    first: int,
+) -> None: ...
+def linear_cross_entropy_add(sum: Tensor, part: Tensor) -> None: ...
+def linear_cross_entropy_scatter(dhidden: Tensor, sum: Tensor, rows: Tensor) -> None: ...
+
+# mlp
+def swiglu_forward(y: Tensor, gate: Tensor, up: Tensor) -> None: ...
+def swiglu_backward(dgate: Tensor, dup: Tensor, dy: Tensor, gate: Tensor, up: Tensor) -> None: ...
+def sigmoid_gate_forward(y: Tensor, x: Tensor, gate: Tensor) -> None: ...
+def sigmoid_gate_backward(dx: Tensor, dgate: Tensor, dy: Tensor, x: Tensor, gate: Tensor) -> None: ...
+def gelu_forward(y: Tensor, x: Tensor, *, tanh: bool) -> None: ...
+def gelu_backward(dx: Tensor, dy: Tensor, x: Tensor, *, tanh: bool) -> None: ...
+
+# norm
+def rms_norm_forward(
+    y: Tensor,
+    rstd: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    *,
+    sum: Tensor | None = None,
+    residual: Tensor | None = None,
+    eps: float,
+    zero_centered: bool,
+) -> None: ...
+def rms_norm_backward(
+    dx: Tensor,
+    dweight: Tensor | None,
+    partials: Tensor,
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    *,
+    dsum: Tensor | None = None,
+    zero_centered: bool,
+) -> None: ...
+def gated_rms_norm_forward(y: Tensor, rstd: Tensor, x: Tensor, z: Tensor, weight: Tensor, *, eps: float) -> None: ...
+def gated_rms_norm_backward(
+    dx: Tensor,
+    dz: Tensor,
+    dweight: Tensor | None,
+    partials: Tensor,
+    dy: Tensor,
+    x: Tensor,
+    z: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+) -> None: ...
+def layer_norm_forward(
+    y: Tensor, mean: Tensor, rstd: Tensor, x: Tensor, weight: Tensor, bias: Tensor, *, eps: float
+) -> None: ...
+def layer_norm_backward(
+    dx: Tensor,
+    dweight: Tensor | None,
+    dbias: Tensor | None,
+    partials: Tensor,
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+) -> None: ...
+
+# rope
+def mrope(
+    q_out: Tensor,
+    k_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    position_ids: Tensor,
+    *,
+    rotary_dim: int,
+    theta: float,
+    section: Index,
+    inverse: bool,
+) -> None: ...
+def vision_rope(
+    q_out: Tensor, k_out: Tensor, q: Tensor, k: Tensor, position_ids: Tensor, *, theta: float, inverse: bool
+) -> None: ...

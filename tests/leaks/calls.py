@@ -214,6 +214,101 @@ def attention_calls():
     yield attention("attention_forward", "read-only", ValueError, out=lambda: read_only(5))
 
 
+def numbers(*shape, dtype=torch.float32):
+    return torch.ones(shape, dtype=dtype)
+
+
+def variants(method, arguments, keywords, wrong):
+    """The right call, and one failing call for each (label, exception, position or keyword, value) of `wrong`."""
+
+    def make(at=None, value=None):
+        args = [argument() if callable(argument) else argument for argument in arguments]
+        kwargs = {name: given() if callable(given) else given for name, given in keywords.items()}
+        if at is not None:
+            (args if isinstance(at, int) else kwargs)[at] = value() if callable(value) else value
+        return tuple(args), kwargs
+
+    yield ok(method, "plain", make)
+    for label, raises, at, value in wrong:
+        yield Call(method, label, lambda at=at, value=value: make(at, value), raises)
+
+
+def integers(*values):
+    return lambda: torch.tensor(values, dtype=torch.int64)
+
+
+def loss_calls():
+    m, scalar = lambda: numbers(2, 4), lambda: numbers()
+    settings = {"chunk_len": 32, "ignore_index": -100}
+    scratch = lambda: numbers(2, dtype=torch.float64)  # noqa: E731
+    wrong = [
+        ("dtype", TypeError, 2, lambda: numbers(2, 4, dtype=torch.float64)),
+        ("label", ValueError, 3, integers(0, 4)),
+        ("count", ValueError, 4, integers(-1)),
+        ("chunk", ValueError, "chunk_len", 0),
+    ]
+    good = [m, integers(1, -100), None]
+    yield from variants("cross_entropy_forward", [scalar, scratch, *good], settings, wrong)
+    yield from variants("cross_entropy_backward", [m, scalar, *good], settings, wrong)
+    pair = integers(0, 1)
+    yield from variants(
+        "linear_cross_entropy_rows",
+        [pair, pair, lambda: numbers(2, 3), lambda: numbers(4, 3), integers(1, -100), None],
+        {"ignore_index": -100},
+        [
+            ("shape", ValueError, 3, m),
+            ("label", ValueError, 4, integers(0, 4)),
+            ("dtype", TypeError, 4, lambda: numbers(2)),
+        ],
+    )
+    stats = lambda: numbers(3, 2)  # noqa: E731
+    yield from variants("linear_cross_entropy_chunk", [stats, m, pair], {"first": 0}, [("shape", ValueError, 0, m)])
+    yield from variants("linear_cross_entropy_loss", [scalar, stats, None], {"n": 2}, [("n", ValueError, "n", 3)])
+    yield from variants(
+        "linear_cross_entropy_grad", [m, scalar, stats, pair, None], {"first": 0}, [("dtype", TypeError, 1, pair)]
+    )
+    part = lambda: numbers(2, 4, dtype=torch.bfloat16)  # noqa: E731
+    yield from variants("linear_cross_entropy_add", [m, part], {}, [("dtype", ValueError, 1, m)])
+    yield from variants("linear_cross_entropy_scatter", [m, m, pair], {}, [("rows", ValueError, 2, integers(1, 1))])
+
+
+def norm_calls():
+    x, w, r = lambda: numbers(2, 4), lambda: numbers(4), lambda: numbers(2)
+    one_sum, two_sums = (lambda n=n: numbers(1, n, 4, dtype=torch.float64) for n in (1, 2))
+    shape = lambda at: [("shape", ValueError, at, lambda: numbers(2, 5)), ("dtype", TypeError, at, integers(1))]  # noqa: E731
+    rms = {"eps": 1e-6, "zero_centered": True}
+    yield from variants("rms_norm_forward", [x, r, x, w], rms, [*shape(3), ("eps", ValueError, "eps", -1.0)])
+    yield from variants("rms_norm_backward", [x, w, one_sum, x, x, w, r], {"zero_centered": True}, shape(3))
+    yield from variants("gated_rms_norm_forward", [x, r, x, x, w], {"eps": 1e-6}, shape(3))
+    yield from variants("gated_rms_norm_backward", [x, x, w, one_sum, x, x, x, w, r], {}, shape(4))
+    yield from variants("layer_norm_forward", [x, r, r, x, w, w], {"eps": 1e-6}, shape(5))
+    yield from variants("layer_norm_backward", [x, w, w, two_sums, x, x, w, r, r], {}, shape(4))
+
+
+def rope_calls():
+    q = lambda: numbers(2, 1, 8)  # noqa: E731
+    wrong = [
+        ("shape", ValueError, 4, integers(0, 1, 2)),
+        ("dtype", TypeError, 4, lambda: numbers(2)),
+        ("theta", ValueError, "theta", 0.0),
+    ]
+    settings = {"theta": 1e4, "inverse": False}
+    good = [q, q, q, q, integers(0, 1)]
+    yield from variants("vision_rope", good, settings, wrong)
+    settings |= {"rotary_dim": 8, "section": [2, 1, 1]}
+    yield from variants("mrope", good, settings, [*wrong, ("section", ValueError, "section", [1, 2])])
+
+
+def mlp_calls():
+    x = lambda: numbers(2, 4)  # noqa: E731
+    wrong = [("shape", ValueError, 1, lambda: numbers(2, 5)), ("dtype", TypeError, 1, integers(1))]
+    for name in ("swiglu", "sigmoid_gate"):
+        yield from variants(f"{name}_forward", [x, x, x], {}, wrong)
+        yield from variants(f"{name}_backward", [x, x, x, x, x], {}, wrong)
+    yield from variants("gelu_forward", [x, x], {"tanh": True}, wrong)
+    yield from variants("gelu_backward", [x, x, x], {"tanh": False}, wrong)
+
+
 CALLS = [
     ok("build_info", "plain", lambda: ((), {})),
     ok("set_isa", "scalar", lambda: (("scalar",), {})),
@@ -233,4 +328,8 @@ CALLS = [
     *attention_calls(),
     *clip_calls(),
     *comm_calls(),
+    *loss_calls(),
+    *norm_calls(),
+    *rope_calls(),
+    *mlp_calls(),
 ]

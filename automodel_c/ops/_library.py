@@ -1,0 +1,36 @@
+"""How an operator becomes a torch custom op: torch.compile, meta and fake tensors, and autograd see one call."""
+
+import torch
+
+_library = torch.library.Library("automodel_c", "FRAGMENT")
+
+
+def define(schema, cpu, fake, *, setup=None, backward=None):
+    """Register `schema` (name, arguments, results) with its CPU kernel, its fake kernel and its derivative.
+
+    `setup` and `backward` are those of `torch.library.register_autograd`; an operator without them, a backward say,
+    raises RuntimeError when somebody differentiates through it. Returns the callable.
+    """
+    name = schema.split("(", 1)[0]
+    qualified = f"automodel_c::{name}"
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, cpu, "CPU")
+    torch.library.register_fake(qualified, fake, lib=_library)
+    if backward is None:
+        backward, setup = _refuse(name), None
+    torch.library.register_autograd(qualified, backward, setup_context=setup, lib=_library)
+    return getattr(torch.ops.automodel_c, name).default
+
+
+def require_tensors(name, **arguments):
+    """TypeError naming the first argument that is not a torch tensor."""
+    for argument, value in arguments.items():
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{name}: argument '{argument}' must be a torch tensor, not {type(value).__name__}")
+
+
+def _refuse(name):
+    def backward(ctx, *grads):
+        raise RuntimeError(f"{name}: a second derivative is not implemented")
+
+    return backward

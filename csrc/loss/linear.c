@@ -1,0 +1,186 @@
+#include "loss.h"
+
+#include <math.h>
+#include <string.h>
+
+#include "am_pool.h"
+#include "loss_rows.h"
+
+enum { GRAIN = 8 }; /* rows of a parallel chunk */
+static const char *const fn = "linear_cross_entropy";
+
+am_status am_lce_rows(am_lce_rows_args *a, const am_exec *ex)
+{
+    AM_TRY(am_loss_check_matrix(fn, "hidden", &a->hidden));
+    AM_TRY(am_loss_check_matrix(fn, "weight", &a->weight));
+    AM_CHECK(a->weight.dtype == a->hidden.dtype, AM_ERR_DTYPE, "%s: weight is %s, hidden is %s", fn,
+             am_dtype_name(a->weight.dtype), am_dtype_name(a->hidden.dtype));
+    AM_CHECK(a->weight.shape[1] == a->hidden.shape[1], AM_ERR_SHAPE, "%s: weight has %lld columns, hidden has %lld", fn,
+             (long long)a->weight.shape[1], (long long)a->hidden.shape[1]);
+    AM_TRY(am_loss_check_cpu(fn, ex));
+    AM_TRY(am_loss_check_count(fn, &a->num_label_tokens));
+    const int64_t tokens = a->hidden.shape[0];
+    AM_TRY(am_loss_check_labels(fn, &a->labels, tokens, a->weight.shape[0], a->ignore_index, &a->n));
+    const am_tensor *const outs[] = {&a->rows, &a->targets};
+    for (int i = 0; i < 2; i++)
+        AM_CHECK(outs[i]->dtype == AM_I64 && am_numel(outs[i]) == tokens && am_is_contiguous(outs[i]), AM_ERR_ARG,
+                 "%s: rows and targets must be contiguous int64 of %lld elements", fn, (long long)tokens);
+    int64_t *const rows = a->rows.data, *const targets = a->targets.data;
+    for (int64_t t = 0, at = 0; t < tokens; t++) {
+        const int64_t label = am_loss_int_at(&a->labels, t);
+        if (label == a->ignore_index)
+            continue;
+        rows[at] = t;
+        targets[at++] = label;
+    }
+    return AM_OK;
+}
+
+static am_status check_stats(const am_lce_chunk_args *a, int64_t n)
+{
+    AM_CHECK(a->stats.dtype == AM_F32 && a->stats.ndim == 2 && a->stats.shape[0] == 3 && am_is_contiguous(&a->stats),
+             AM_ERR_ARG, "%s: stats must be contiguous float32 [3, T]", fn);
+    AM_CHECK(n >= 0 && n <= a->stats.shape[1], AM_ERR_SHAPE, "%s: %lld rows, stats has room for %lld", fn, (long long)n,
+             (long long)a->stats.shape[1]);
+    return am_loss_check_count(fn, &a->num_label_tokens);
+}
+
+static am_status check_chunk(const am_lce_chunk_args *a, const am_exec *ex)
+{
+    AM_TRY(am_loss_check_rows(fn, "logits", &a->logits));
+    AM_TRY(am_loss_check_cpu(fn, ex));
+    AM_TRY(check_stats(a, a->logits.shape[0]));
+    AM_CHECK(a->targets.dtype == AM_I64 && a->targets.ndim == 1 && am_is_contiguous(&a->targets) &&
+                 a->targets.shape[0] >= a->logits.shape[0],
+             AM_ERR_ARG, "%s: targets must be contiguous int64 of at least %lld elements", fn,
+             (long long)a->logits.shape[0]);
+    return AM_OK;
+}
+
+static void chunk_rows(int64_t begin, int64_t end, void *ctx)
+{
+    const am_lce_chunk_args *const a = ctx;
+    const int64_t stride = a->stats.shape[1], width = a->logits.shape[1];
+    for (int64_t t = begin; t < end; t++) {
+        float *const stats = (float *)a->stats.data + t;
+        row_stats s = a->first == 0 ? (row_stats){-INFINITY, 0.0f} : (row_stats){stats[0], stats[stride]};
+        am_loss_kernels()->join(&s, am_at(&a->logits, t * a->logits.stride[0]), width, a->logits.dtype == AM_BF16);
+        stats[0] = s.top;
+        stats[stride] = s.sum;
+        const int64_t column = ((const int64_t *)a->targets.data)[t] - a->first;
+        if (column >= 0 && column < width)
+            stats[2 * stride] = am_loss_logit_at(&a->logits, t, column);
+    }
+}
+
+am_status am_lce_chunk(am_lce_chunk_args *a, const am_exec *ex)
+{
+    AM_TRY(check_chunk(a, ex));
+    am_parallel_for(a->logits.shape[0], GRAIN, chunk_rows, a);
+    return AM_OK;
+}
+
+am_status am_lce_loss(am_lce_chunk_args *a, const am_exec *ex)
+{
+    AM_TRY(am_loss_check_cpu(fn, ex));
+    AM_TRY(am_loss_check_scalar(fn, "loss", &a->loss));
+    AM_TRY(check_stats(a, a->n));
+    const int64_t stride = a->stats.shape[1];
+    const float *const top = a->stats.data, *const sum = top + stride, *const logit = sum + stride;
+    const double inverse = am_loss_inverse_count(&a->num_label_tokens, a->n);
+    double total = 0.0;
+    for (int64_t t = 0; t < a->n && inverse != 0.0; t++)
+        total += am_loss_of((row_stats){top[t], sum[t]}, logit[t]);
+    *(float *)a->loss.data = (float)(total * inverse);
+    return AM_OK;
+}
+
+typedef struct grad_job {
+    const am_lce_chunk_args *args;
+    float scale; /* dloss / count */
+} grad_job;
+
+static void grad_rows(int64_t begin, int64_t end, void *ctx)
+{
+    const grad_job *const job = ctx;
+    const am_lce_chunk_args *const a = job->args;
+    const int64_t stride = a->stats.shape[1], width = a->logits.shape[1];
+    for (int64_t t = begin; t < end; t++) {
+        void *const row = am_at(&a->logits, t * a->logits.stride[0]);
+        const float *const stats = (const float *)a->stats.data + t;
+        const int64_t column = ((const int64_t *)a->targets.data)[t] - a->first;
+        if (job->scale == 0.0f)
+            memset(row, 0, (size_t)width * am_dtype_size(a->logits.dtype));
+        else
+            am_loss_kernels()->grad(row, row, width, column, (row_stats){stats[0], stats[stride]}, job->scale,
+                                    a->logits.dtype == AM_BF16);
+    }
+}
+
+am_status am_lce_grad(am_lce_chunk_args *a, const am_exec *ex)
+{
+    AM_TRY(check_chunk(a, ex));
+    AM_TRY(am_loss_check_scalar(fn, "dloss", &a->dloss));
+    const double inverse = am_loss_inverse_count(&a->num_label_tokens, a->logits.shape[0]);
+    grad_job job = {a, inverse == 0.0 ? 0.0f : (float)(*(const float *)a->dloss.data * inverse)};
+    am_parallel_for(a->logits.shape[0], GRAIN, grad_rows, &job);
+    return AM_OK;
+}
+
+static am_status check_sum(const am_lce_collect_args *a, const am_exec *ex)
+{
+    AM_CHECK(a->sum.dtype == AM_F32 && a->sum.ndim == 2 && am_is_contiguous(&a->sum), AM_ERR_ARG,
+             "%s: sum must be contiguous float32 [n, H]", fn);
+    return am_loss_check_cpu(fn, ex);
+}
+
+static void add_rows(int64_t begin, int64_t end, void *ctx)
+{
+    const am_lce_collect_args *const a = ctx;
+    const int64_t width = a->sum.shape[1];
+    am_loss_kernels()->add((float *)a->sum.data + begin * width, am_at(&a->part, begin * width), (end - begin) * width);
+}
+
+am_status am_lce_add(am_lce_collect_args *a, const am_exec *ex)
+{
+    AM_TRY(check_sum(a, ex));
+    AM_CHECK(a->part.dtype == AM_BF16 && am_same_shape(&a->part, &a->sum) && am_is_contiguous(&a->part), AM_ERR_ARG,
+             "%s: part must be contiguous bfloat16 of sum's shape", fn);
+    am_parallel_for(a->sum.shape[0], GRAIN, add_rows, a);
+    return AM_OK;
+}
+
+static void put_row(const am_lce_collect_args *a, int64_t row, const float *src)
+{
+    const int64_t width = a->sum.shape[1];
+    void *const dst = am_at(&a->dhidden, row * width);
+    if (src == NULL)
+        memset(dst, 0, (size_t)width * am_dtype_size(a->dhidden.dtype));
+    else if (a->dhidden.dtype == AM_BF16)
+        am_loss_kernels()->narrow(dst, src, width);
+    else
+        memcpy(dst, src, (size_t)width * sizeof *src);
+}
+
+am_status am_lce_scatter(am_lce_collect_args *a, const am_exec *ex)
+{
+    AM_TRY(check_sum(a, ex));
+    AM_TRY(am_loss_check_matrix(fn, "dhidden", &a->dhidden));
+    const int64_t n = a->sum.shape[0], tokens = a->dhidden.shape[0];
+    AM_CHECK(am_is_contiguous(&a->dhidden) && a->dhidden.shape[1] == a->sum.shape[1] && n <= tokens, AM_ERR_SHAPE,
+             "%s: dhidden [%lld, %lld] must be contiguous and hold sum [%lld, %lld]", fn, (long long)tokens,
+             (long long)a->dhidden.shape[1], (long long)n, (long long)a->sum.shape[1]);
+    AM_CHECK(a->rows.dtype == AM_I64 && am_is_contiguous(&a->rows) && am_numel(&a->rows) >= n, AM_ERR_ARG,
+             "%s: rows must be contiguous int64 of at least %lld elements", fn, (long long)n);
+    const int64_t *const rows = a->rows.data;
+    for (int64_t i = 0; i < n; i++)
+        AM_CHECK(rows[i] >= (i ? rows[i - 1] + 1 : 0) && rows[i] < tokens, AM_ERR_ARG,
+                 "%s: rows[%lld] is %lld, rows rise in [0, %lld)", fn, (long long)i, (long long)rows[i],
+                 (long long)tokens);
+    for (int64_t t = 0, at = 0; t < tokens; t++) {
+        const bool labelled = at < n && rows[at] == t;
+        put_row(a, t, labelled ? (const float *)a->sum.data + at * a->sum.shape[1] : NULL);
+        at += labelled;
+    }
+    return AM_OK;
+}

@@ -1,0 +1,73 @@
+/* loss.h -- cross-entropy of rows of logits, and the pieces of a linear layer fused with it.
+ *
+ *   loss = sum over t with y_t != ignore_index of (log sum_v exp l_tv - l_{t y_t}) / count
+ *   dl_tv = (exp(l_tv) / sum_w exp(l_tw) - [v = y_t]) * dloss / count
+ *
+ * count is num_label_tokens where it is given, else the number of rows with a label; a count of 0 makes the loss and
+ * every gradient 0. Rows labelled ignore_index are never read. Sums over a row are float32, sums over rows float64.
+ * Logits are [T, V] f32 or bf16, last axis contiguous; labels [T] i32 or i64, each in [0, V) or ignore_index.
+ *
+ * The linear layer runs over the vocabulary in chunks, outside: for each chunk, logits = hidden @ weight[chunk]^T for
+ * the n rows that have a label goes through _chunk (which keeps the running maximum and sum of every row), then _loss
+ * closes. Backward makes each chunk again and _grad turns it into its gradient in place.
+ */
+#ifndef AM_LOSS_H
+#define AM_LOSS_H
+
+#include "am_exec.h"
+
+typedef struct am_cross_entropy_args { /* forward writes loss and row_loss, backward reads dloss, writes dlogits */
+    am_tensor loss;                    /* [] f32 out */
+    am_tensor row_loss;                /* [T] f64 scratch */
+    am_tensor dlogits;                 /* [T, V] out, logits' dtype, contiguous */
+    am_tensor dloss;                   /* [] f32 in */
+    am_tensor logits;                  /* [T, V] in */
+    am_tensor labels;                  /* [T] in */
+    am_tensor num_label_tokens;        /* [] i32 or i64 in, optional */
+    int64_t chunk_len;                 /* rows of a parallel chunk, > 0 */
+    int64_t ignore_index;
+} am_cross_entropy_args;
+
+am_status am_cross_entropy_forward(am_cross_entropy_args *a, const am_exec *ex);
+am_status am_cross_entropy_backward(am_cross_entropy_args *a, const am_exec *ex);
+
+/* Checks the arguments of a linear_cross_entropy and lists the rows that have a label. */
+typedef struct am_lce_rows_args {
+    am_tensor rows;    /* [T] i64 out: indices of the n rows with a label, rising */
+    am_tensor targets; /* [T] i64 out: their labels */
+    int64_t n;         /* out */
+    am_tensor hidden;  /* [T, H] f32 or bf16 */
+    am_tensor weight;  /* [V, H] hidden's dtype */
+    am_tensor labels;  /* [T] in */
+    am_tensor num_label_tokens;
+    int64_t ignore_index;
+} am_lce_rows_args;
+
+typedef struct am_lce_chunk_args {
+    am_tensor loss;    /* [] f32 out (_loss) */
+    am_tensor stats;   /* [3, T] f32 in/out: running maximum, sum of exp(l - maximum), logit of the label */
+    am_tensor dloss;   /* [] f32 in (_grad) */
+    am_tensor logits;  /* [n, Vc] in (_chunk), in/out (_grad) */
+    am_tensor targets; /* [T] i64 in, the first n count */
+    am_tensor num_label_tokens;
+    int64_t first; /* vocabulary index of column 0; 0 starts the statistics */
+    int64_t n;     /* rows with a label (_loss) */
+} am_lce_chunk_args;
+
+am_status am_lce_rows(am_lce_rows_args *a, const am_exec *ex);
+am_status am_lce_chunk(am_lce_chunk_args *a, const am_exec *ex);
+am_status am_lce_loss(am_lce_chunk_args *a, const am_exec *ex);
+am_status am_lce_grad(am_lce_chunk_args *a, const am_exec *ex);
+
+/* sum += part, where a GEMM's bf16 result joins a float32 sum; then the sum's n rows go home, other rows become 0. */
+typedef struct am_lce_collect_args {
+    am_tensor dhidden; /* [T, H] f32 or bf16 out (_scatter) */
+    am_tensor sum;     /* [n, H] f32 in/out */
+    am_tensor part;    /* [n, H] bf16 in (_add) */
+    am_tensor rows;    /* [T] i64 in, the first n count, rising (_scatter) */
+} am_lce_collect_args;
+
+am_status am_lce_add(am_lce_collect_args *a, const am_exec *ex);
+am_status am_lce_scatter(am_lce_collect_args *a, const am_exec *ex);
+
+#endif

@@ -1,0 +1,288 @@
+#include "norm.h"
+
+#include <math.h>
+#include <string.h>
+
+#include "am_cpu.h"
+#include "am_math.h"
+#include "am_pool.h"
+#include "am_rows.h"
+
+enum { GRAIN = 16 }; /* rows of a parallel chunk */
+
+typedef struct norm_row { /* one row of forward */
+    void *y, *sum;        /* sum: NULL without a residual */
+    const void *x, *residual, *z, *weight, *bias;
+    float *rstd, *mean;
+    int64_t n;
+    float eps, shift; /* shift: 1 where the weight is zero-centred */
+    bool bf16, weight_bf16, bias_bf16;
+} norm_row;
+
+typedef struct norm_grad_row { /* one row of backward; dweight and dbias are float64 sums, NULL where nobody asks */
+    void *dx, *dz;
+    double *dweight, *dbias;
+    const void *dy, *dsum, *x, *z, *weight;
+    const float *rstd, *mean;
+    int64_t n;
+    float shift;
+    bool bf16, weight_bf16;
+} norm_grad_row;
+
+#define AM_NAME(f) f##_scalar
+#define AM_TARGET AM_TARGET_SCALAR
+#include "norm_cpu.inc"
+#undef AM_NAME
+#undef AM_TARGET
+/* Rows of these tables follow am_norm_kind. */
+#define FORWARD(isa) {rms_##isa, gated_##isa, layer_##isa}
+#define BACKWARD(isa) {rms_grad_##isa, gated_grad_##isa, layer_grad_##isa}
+#if defined(__x86_64__)
+#define AM_NAME(f) f##_avx2
+#define AM_TARGET AM_TARGET_AVX2
+#include "norm_cpu.inc"
+#undef AM_NAME
+#undef AM_TARGET
+#define AM_NAME(f) f##_avx512
+#define AM_TARGET AM_TARGET_AVX512
+#include "norm_cpu.inc"
+#undef AM_NAME
+#undef AM_TARGET
+#define BY_ISA(table) {table(scalar), table(avx2), table(avx512), table(avx512)}
+#else
+#define BY_ISA(table) {table(scalar), table(scalar), table(scalar), table(scalar)}
+#endif
+
+static void (*const forward_by_isa[AM_ISA_COUNT][3])(const norm_row *) = BY_ISA(FORWARD);
+static void (*const backward_by_isa[AM_ISA_COUNT][3])(const norm_grad_row *) = BY_ISA(BACKWARD);
+
+static const char *const names[] = {"rms_norm", "gated_rms_norm", "layer_norm"};
+
+static bool given(const am_tensor *t) { return t->dtype != AM_NONE; }
+static bool is_float(const am_tensor *t) { return t->dtype == AM_F32 || t->dtype == AM_BF16; }
+static const void *row_of(const am_tensor *t, int64_t row) { return given(t) ? am_row(t, row) : NULL; }
+
+static am_status check_x(const char *fn, const am_tensor *x, const am_exec *ex)
+{
+    AM_CHECK(is_float(x), AM_ERR_DTYPE, "%s: x is %s, float32 or bfloat16 is needed", fn, am_dtype_name(x->dtype));
+    AM_CHECK(x->ndim >= 1, AM_ERR_SHAPE, "%s: x has no axes, at least 1 is needed", fn);
+    AM_CHECK(x->shape[x->ndim - 1] > 0, AM_ERR_SHAPE, "%s: the last axis of x has 0 elements, at least 1 is needed",
+             fn);
+    AM_CHECK(ex->dev == AM_DEV_CPU, AM_ERR_UNSUPPORTED, "%s: there is a CPU kernel only, the tensors are on CUDA", fn);
+    return AM_OK;
+}
+
+/* A tensor of x's shape and dtype with a contiguous last axis. */
+static am_status check_like_x(const char *fn, const char *name, const am_tensor *t, const am_tensor *x)
+{
+    AM_CHECK(t->dtype == x->dtype, AM_ERR_DTYPE, "%s: %s is %s, x is %s", fn, name, am_dtype_name(t->dtype),
+             am_dtype_name(x->dtype));
+    AM_CHECK(t->ndim == x->ndim, AM_ERR_SHAPE, "%s: %s has %d axes, x has %d", fn, name, t->ndim, x->ndim);
+    for (int d = 0; d < x->ndim; d++)
+        AM_CHECK(t->shape[d] == x->shape[d], AM_ERR_SHAPE, "%s: %s has extent %lld on axis %d, x has %lld", fn, name,
+                 (long long)t->shape[d], d, (long long)x->shape[d]);
+    const int last = x->ndim - 1;
+    AM_CHECK(am_numel(x) == 0 || t->shape[last] == 1 || t->stride[last] == 1, AM_ERR_SHAPE,
+             "%s: %s has stride %lld on its last axis, 1 is needed", fn, name, (long long)t->stride[last]);
+    return AM_OK;
+}
+
+static am_status check_output(const char *fn, const char *name, const am_tensor *t, const am_tensor *x)
+{
+    AM_TRY(check_like_x(fn, name, t, x));
+    AM_CHECK(am_is_contiguous(t), AM_ERR_SHAPE, "%s: %s must be contiguous", fn, name);
+    return AM_OK;
+}
+
+static am_status check_vector(const char *fn, const char *name, const am_tensor *t, int64_t n)
+{
+    AM_CHECK(is_float(t), AM_ERR_DTYPE, "%s: %s is %s, float32 or bfloat16 is needed", fn, name,
+             am_dtype_name(t->dtype));
+    AM_CHECK(t->ndim == 1, AM_ERR_SHAPE, "%s: %s has %d axes, 1 is needed", fn, name, t->ndim);
+    AM_CHECK(t->shape[0] == n, AM_ERR_SHAPE, "%s: %s has %lld elements, the last axis of x has %lld", fn, name,
+             (long long)t->shape[0], (long long)n);
+    AM_CHECK(n == 1 || t->stride[0] == 1, AM_ERR_SHAPE, "%s: %s has stride %lld, 1 is needed", fn, name,
+             (long long)t->stride[0]);
+    return AM_OK;
+}
+
+static am_status check_statistic(const char *fn, const char *name, const am_tensor *t, int64_t rows)
+{
+    AM_CHECK(t->dtype == AM_F32 && am_numel(t) == rows && am_is_contiguous(t), AM_ERR_ARG,
+             "%s: %s must be contiguous float32 of %lld elements", fn, name, (long long)rows);
+    return AM_OK;
+}
+
+static am_status check_forward(const am_norm_args *a, const am_exec *ex)
+{
+    const char *const fn = names[a->kind];
+    const am_tensor *const x = &a->x;
+    AM_TRY(check_x(fn, x, ex));
+    const int64_t n = x->shape[x->ndim - 1];
+    AM_TRY(check_like_x(fn, "x", x, x));
+    AM_TRY(check_vector(fn, "weight", &a->weight, n));
+    if (a->kind == AM_NORM_LAYER)
+        AM_TRY(check_vector(fn, "bias", &a->bias, n));
+    if (given(&a->residual))
+        AM_TRY(check_like_x(fn, "residual", &a->residual, x));
+    if (a->kind == AM_NORM_GATED)
+        AM_TRY(check_like_x(fn, "z", &a->z, x));
+    AM_CHECK(a->eps >= 0.0 && isfinite(a->eps), AM_ERR_ARG, "%s: eps is %g, it lies in [0, inf)", fn, a->eps);
+    AM_TRY(check_output(fn, "y", &a->y, x));
+    AM_CHECK(given(&a->sum) == given(&a->residual), AM_ERR_ARG, "%s: sum and residual come together", fn);
+    if (given(&a->sum))
+        AM_TRY(check_output(fn, "sum", &a->sum, x));
+    if (a->kind == AM_NORM_LAYER)
+        AM_TRY(check_statistic(fn, "mean", &a->mean, am_row_count(x)));
+    return check_statistic(fn, "rstd", &a->rstd, am_row_count(x));
+}
+
+static void forward_rows(int64_t begin, int64_t end, void *ctx)
+{
+    const am_norm_args *const a = ctx;
+    void (*const kernel)(const norm_row *) = forward_by_isa[am_cpu_isa()][a->kind];
+    norm_row r = {.weight = a->weight.data,
+                  .bias = a->bias.data,
+                  .n = a->x.shape[a->x.ndim - 1],
+                  .eps = (float)a->eps,
+                  .shift = a->zero_centered ? 1.0f : 0.0f,
+                  .bf16 = a->x.dtype == AM_BF16,
+                  .weight_bf16 = a->weight.dtype == AM_BF16,
+                  .bias_bf16 = a->bias.dtype == AM_BF16};
+    for (int64_t row = begin; row < end; row++) {
+        r.y = am_at(&a->y, row * r.n);
+        r.sum = given(&a->sum) ? am_at(&a->sum, row * r.n) : NULL;
+        r.x = am_row(&a->x, row);
+        r.residual = row_of(&a->residual, row);
+        r.z = row_of(&a->z, row);
+        r.rstd = (float *)a->rstd.data + row;
+        r.mean = (float *)a->mean.data + row;
+        kernel(&r);
+    }
+}
+
+static am_status forward(am_norm_args *a, const am_exec *ex)
+{
+    AM_TRY(check_forward(a, ex));
+    am_parallel_for(am_row_count(&a->x), GRAIN, forward_rows, a);
+    return AM_OK;
+}
+
+am_status am_rms_norm_forward(am_norm_args *a, const am_exec *ex)
+{
+    a->kind = AM_NORM_RMS;
+    return forward(a, ex);
+}
+
+am_status am_gated_rms_norm_forward(am_norm_args *a, const am_exec *ex)
+{
+    a->kind = AM_NORM_GATED;
+    return forward(a, ex);
+}
+
+am_status am_layer_norm_forward(am_norm_args *a, const am_exec *ex)
+{
+    a->kind = AM_NORM_LAYER;
+    return forward(a, ex);
+}
+
+static am_status check_backward(const am_norm_grad_args *a, const am_exec *ex)
+{
+    const char *const fn = names[a->kind];
+    const am_tensor *const x = &a->x;
+    AM_TRY(check_x(fn, x, ex));
+    const int64_t n = x->shape[x->ndim - 1], sums = a->kind == AM_NORM_LAYER ? 2 : 1;
+    AM_TRY(check_like_x(fn, "x", x, x));
+    AM_TRY(check_like_x(fn, "dy", &a->dy, x));
+    AM_TRY(check_vector(fn, "weight", &a->weight, n));
+    if (given(&a->dsum))
+        AM_TRY(check_like_x(fn, "dsum", &a->dsum, x));
+    if (a->kind == AM_NORM_GATED) {
+        AM_TRY(check_like_x(fn, "z", &a->z, x));
+        AM_TRY(check_output(fn, "dz", &a->dz, x));
+    }
+    AM_TRY(check_output(fn, "dx", &a->dx, x));
+    if (given(&a->dweight))
+        AM_TRY(check_vector(fn, "dweight", &a->dweight, n));
+    if (given(&a->dbias))
+        AM_TRY(check_vector(fn, "dbias", &a->dbias, n));
+    AM_CHECK(a->partials.dtype == AM_F64 && a->partials.ndim == 3 && a->partials.shape[0] >= 1 &&
+                 a->partials.shape[1] == sums && a->partials.shape[2] == n && am_is_contiguous(&a->partials),
+             AM_ERR_ARG, "%s: partials must be contiguous float64 [k, %lld, %lld]", fn, (long long)sums, (long long)n);
+    if (a->kind == AM_NORM_LAYER)
+        AM_TRY(check_statistic(fn, "mean", &a->mean, am_row_count(x)));
+    return check_statistic(fn, "rstd", &a->rstd, am_row_count(x));
+}
+
+static void backward_runs(int64_t begin, int64_t end, void *ctx)
+{
+    const am_norm_grad_args *const a = ctx;
+    void (*const kernel)(const norm_grad_row *) = backward_by_isa[am_cpu_isa()][a->kind];
+    const int64_t rows = am_row_count(&a->x), runs = a->partials.shape[0], sums = a->partials.shape[1];
+    norm_grad_row r = {.weight = a->weight.data,
+                       .n = a->x.shape[a->x.ndim - 1],
+                       .shift = a->zero_centered ? 1.0f : 0.0f,
+                       .bf16 = a->x.dtype == AM_BF16,
+                       .weight_bf16 = a->weight.dtype == AM_BF16};
+    for (int64_t run = begin; run < end; run++) {
+        double *const partial = (double *)a->partials.data + run * sums * r.n;
+        memset(partial, 0, (size_t)(sums * r.n) * sizeof *partial);
+        r.dweight = given(&a->dweight) ? partial : NULL;
+        r.dbias = given(&a->dbias) ? partial + r.n : NULL;
+        for (int64_t row = run * rows / runs; row < (run + 1) * rows / runs; row++) {
+            r.dx = am_at(&a->dx, row * r.n);
+            r.dz = given(&a->dz) ? am_at(&a->dz, row * r.n) : NULL;
+            r.dy = am_row(&a->dy, row);
+            r.dsum = row_of(&a->dsum, row);
+            r.x = am_row(&a->x, row);
+            r.z = row_of(&a->z, row);
+            r.rstd = (const float *)a->rstd.data + row;
+            r.mean = (const float *)a->mean.data + row;
+            kernel(&r);
+        }
+    }
+}
+
+static void add_runs(const am_tensor *out, const am_tensor *partials, int64_t which)
+{
+    const int64_t n = partials->shape[2], step = partials->shape[1] * n;
+    const double *const first = (const double *)partials->data + which * n;
+    for (int64_t i = 0; i < n; i++) {
+        double total = 0.0;
+        for (int64_t run = 0; run < partials->shape[0]; run++)
+            total += first[run * step + i];
+        if (out->dtype == AM_BF16)
+            ((am_bf16 *)out->data)[i] = am_f32_to_bf16((float)total);
+        else
+            ((float *)out->data)[i] = (float)total;
+    }
+}
+
+static am_status backward(am_norm_grad_args *a, const am_exec *ex)
+{
+    AM_TRY(check_backward(a, ex));
+    am_parallel_for(a->partials.shape[0], 1, backward_runs, a);
+    if (given(&a->dweight))
+        add_runs(&a->dweight, &a->partials, 0);
+    if (given(&a->dbias))
+        add_runs(&a->dbias, &a->partials, 1);
+    return AM_OK;
+}
+
+am_status am_rms_norm_backward(am_norm_grad_args *a, const am_exec *ex)
+{
+    a->kind = AM_NORM_RMS;
+    return backward(a, ex);
+}
+
+am_status am_gated_rms_norm_backward(am_norm_grad_args *a, const am_exec *ex)
+{
+    a->kind = AM_NORM_GATED;
+    return backward(a, ex);
+}
+
+am_status am_layer_norm_backward(am_norm_grad_args *a, const am_exec *ex)
+{
+    a->kind = AM_NORM_LAYER;
+    return backward(a, ex);
+}
