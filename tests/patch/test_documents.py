@@ -68,9 +68,11 @@ def test_groups_hold_every_token_once(rng):
     ends = np.cumsum(lengths)
     tokens = int(ends[-1]) + 7
     plan = TextPlan(Pack(cu_seqlens=[0, *ends.tolist()]), (1, tokens), None, None)
-    indices, inverse = plan.groups
-    assert len(indices) == len(set((-(-lengths // 64)).tolist()))
+    groups, inverse = plan.groups
+    sizes = [16 if n <= 16 else 32 if n <= 32 else 64 for n in lengths.tolist()]
+    assert len(groups) == len({-(-n // size) * size for n, size in zip(lengths.tolist(), sizes, strict=True)})
+    assert {size for _, size in groups} == set(sizes)
     x = torch.arange(1.0, tokens + 1)
     x[ends[-1] :] = 0
-    rows = torch.cat([x[i].flatten() for i in indices] + [torch.zeros(1)])
+    rows = torch.cat([x[i].flatten() for i, _ in groups] + [torch.zeros(1)])
     assert torch.equal(rows[inverse], x)

@@ -18,6 +18,7 @@ TINY = (  # one gated-delta layer and one of full attention, narrow
     "model.config.text_config.moe_intermediate_size=32",
     "model.config.vision_config.depth=1",
     "model.config.vision_config.hidden_size=32",
+    "model.config.vision_config.num_heads=2",
     "step_scheduler.global_batch_size=16",
     "step_scheduler.local_batch_size=4",
     "step_scheduler.max_steps=6",

@@ -20,7 +20,7 @@ def patch_transformers(model):
             indexed `attention_mask` (1..n, 0 padding) or `cu_seqlens`; nothing crosses their edges, in gated-delta
             layers neither. Masks of more than two axes are ValueError.
         labels: `loss` counts no prediction across a document's edge and is 0 where nothing is labelled; `logits` is
-            None then. Without labels logits are made as before. Padding's rows hold other numbers, its labels count nothing.
+            None then. Without labels logits are made as before. Padding's rows differ, and its labels count nothing.
         cache: none is made in training and for packs; generation fills one here and decodes in transformers' code.
         output_attentions is ValueError.
 

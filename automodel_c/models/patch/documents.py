@@ -7,7 +7,7 @@ import torch
 
 from automodel_c.partition import Pack
 
-CHUNK = 64  # tokens that transformers' gated delta rule pads a sequence to a multiple of
+CHUNKS = (16, 32, 64)  # tokens that the gated delta rule pads a sequence to a multiple of; transformers' is the last
 
 
 class TextPlan:
@@ -37,24 +37,25 @@ class TextPlan:
 
     @functools.cached_property
     def groups(self):
-        """(indices, inverse): int64 [n, width] tokens of documents that fill equally many chunks, shorter ones
-        repeating their last token; int64 [B * L] where a token lies in the rows of all groups laid end to end,
-        padding one past the last of them."""
+        """(groups, inverse): for documents that fill equally many chunks of one size, (int64 [n, width] their tokens,
+        shorter ones repeating their last, and that size); int64 [B * L] where a token lies in the rows of all groups
+        laid end to end, padding one past the last of them."""
         docs = self.pack.docs[self.pack.lengths > 0]
         lengths = docs[:, 1] - docs[:, 0]
-        chunks = -(-lengths // CHUNK)
-        indices, at = [], 0
+        sizes = np.array(CHUNKS)[np.searchsorted(CHUNKS[:-1], lengths)]
+        filled = -(-lengths // sizes) * sizes
+        groups, at = [], 0
         inverse = np.full(self.shape[0] * self.shape[1], -1)
-        for count in np.unique(chunks):
-            group, length = docs[chunks == count], lengths[chunks == count]
+        for width in np.unique(filled):
+            group, length = docs[filled == width], lengths[filled == width]
             steps = np.arange(length.max())
             index = group[:, :1] + np.minimum(steps, length[:, None] - 1)
             real = steps < length[:, None]
             inverse[index[real]] = at + np.flatnonzero(real)
-            indices.append(torch.from_numpy(index))
+            groups.append((torch.from_numpy(index), int(min(width, CHUNKS[-1]))))
             at += index.size
         inverse[inverse < 0] = at
-        return indices, torch.from_numpy(inverse)
+        return groups, torch.from_numpy(inverse)
 
 
 def find_documents(shape, *, position_ids=None, attention_mask=None, cu_seqlens=None):

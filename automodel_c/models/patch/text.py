@@ -134,7 +134,7 @@ def gated_delta_net(self, hidden_states, *args, **kwargs):
     """hidden_states [B, L, H] -> [B, L, H]: transformers' layer, on each document of a pack by itself.
 
     Documents that fill equally many chunks run as one batch, shorter ones padded behind their end, where a causal
-    layer cannot see; padding gets 0.
+    layer cannot see; padding gets 0. Chunks of short documents are short where transformers lets them be (5.24).
     """
     plan = kwargs.pop(PLAN, None)
     if plan is None:
@@ -142,8 +142,8 @@ def gated_delta_net(self, hidden_states, *args, **kwargs):
     if not plan.packed:
         kwargs["attention_mask"] = plan.row_mask
         return type(self).forward(self, hidden_states, **kwargs)
-    indices, inverse = plan.groups
+    groups, inverse = plan.groups
     flat = hidden_states.flatten(0, 1)
-    parts = [type(self).forward(self, flat[index]).flatten(0, 1) for index in indices]
+    parts = [type(self).forward(self, flat[index], chunk_size=size).flatten(0, 1) for index, size in groups]
     parts.append(flat.new_zeros(1, flat.shape[1]))
     return torch.cat(parts)[inverse].view(hidden_states.shape)
