@@ -24,6 +24,7 @@ TINY = (  # one gated-delta layer and one of full attention, narrow
     "step_scheduler.max_steps=6",
     "step_scheduler.ckpt_every_steps=3",
     "step_scheduler.val_every_steps=4",
+    "packed_sequence.pack_size=64",
     "optimizer.lr=2.0e-3",
     "lr_scheduler.lr_warmup_steps=2",
     "validation_dataset.limit=21",
