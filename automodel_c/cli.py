@@ -7,6 +7,7 @@ import sys
 from importlib import metadata
 
 USAGE_ERROR = 2
+_TRAIN_MODULES = ("torch", "transformers", "safetensors", "yaml", "tqdm", "PIL", "matplotlib", "sklearn", "tokenizers")
 _PACKAGES = (
     "numpy",
     "torch",
@@ -28,7 +29,13 @@ def main(argv=None):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if overrides:
         arguments.overrides = [*arguments.overrides, *overrides]
-    return arguments.run(arguments)
+    try:
+        return arguments.run(arguments)
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in _TRAIN_MODULES:
+            raise
+        return _complain(f"{missing} is not installed: pip install 'automodel_c[train]'")
 
 
 def _parser():
@@ -82,6 +89,7 @@ def _complain(error):
 
 def _start_ranks(arguments):
     """Runs the same command under torchrun's launcher; returns the exit status of the rank that failed first, or 0."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -106,6 +114,9 @@ def _start_ranks(arguments):
         if failure.exitcode != USAGE_ERROR:
             print(f"automodel-c: rank {rank} failed first, with exit status {failure.exitcode}", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 1
+    except SignalException as error:
+        print(f"automodel-c: ended by {error.sigval.name}", file=sys.stderr)
+        return 128 + error.sigval
     return 0
 
 

@@ -12,7 +12,7 @@ from automodel_c import _amcore
 from automodel_c.ops import _alloc
 from tests.guards import CheckedAllocator, Guards
 
-ISAS = ("scalar", "avx2", "avx512", "avx512_bf16")
+ISAS = ("scalar", "avx2", "avx512", "avx512_bf16", "amx_bf16")
 MACHINE_ISAS = ISAS[: ISAS.index(_amcore.build_info()["best_isa"]) + 1]
 
 _COMMON = {

@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset
 
-from .encode import encode_conversation, image_parts
+from .encode import check_messages, encode_conversation, image_parts
 
 
 class ChatJsonlDataset(Dataset):
@@ -51,8 +51,11 @@ def _read(path):
             if not line.strip():
                 continue
             try:
-                conversations.append(json.loads(line)["messages"])
-                image_parts(conversations[-1])
+                messages = json.loads(line)["messages"]
+                check_messages(messages)
+                if not all(isinstance(part.get("image"), str) for part in image_parts(messages)):
+                    raise ValueError("an image part without a file name")
+                conversations.append(messages)
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"{path}, line {number}: not a conversation ({error!r})") from None
     if not conversations:

@@ -14,8 +14,9 @@ def encode_conversation(messages, images, processor):
     {"type": "text", "text"} parts. images: PIL images in order of appearance. processor: models.processor.Processor.
     Returns a dict of input_ids int64 [L], labels int64 [L] (shifted: labels[i] is the token after input_ids[i], or
     -100), position_ids int64 [3, L], pixel_values fp32 [patches, width], image_grid_thw int64 [n, 3].
-    ValueError when the number of images differs from the image parts of the messages, or nobody answers.
+    ValueError when the number of images differs from the image parts of the messages, and as check_messages.
     """
+    check_messages(messages)
     _check_images(messages, images)
     pixel_values, grid = processor.patches(images)
     ids, is_label = _tokens(messages, processor)
@@ -29,6 +30,27 @@ def encode_conversation(messages, images, processor):
         "pixel_values": pixel_values,
         "image_grid_thw": grid,
     }
+
+
+def check_messages(messages):
+    """ValueError, TypeError or KeyError where `messages` is no conversation of texts and images that somebody answers.
+
+    A chat template would leave out in silence what it does not know.
+    """
+    for message in messages:
+        content = message["content"]
+        if not isinstance(message.get("role"), str):
+            raise ValueError("a message without a role")
+        for part in [] if isinstance(content, str) else content:
+            if part["type"] not in ("image", "text"):
+                raise ValueError(f"a part of type {part['type']!r}: only image and text are read")
+            if part["type"] == "text" and not isinstance(part.get("text"), str):
+                raise ValueError("a text part without text")
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if not answers:
+        raise ValueError("messages hold no assistant turn")
+    if answers[0] == 0:
+        raise ValueError("messages hold nothing before the first assistant turn")
 
 
 def image_parts(messages):
@@ -51,8 +73,6 @@ def _check_images(messages, images):
 def _tokens(messages, processor):
     """ids int64 [L] with one placeholder an image, is_label bool [L]."""
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    if not answers:
-        raise ValueError("encode_conversation: messages hold no assistant turn")
     ids, is_label = [], []
     for turn in answers:
         prompt = processor.render(messages[:turn], generation_prompt=True)

@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from ..keys import check_known
@@ -31,6 +32,8 @@ def model_config(mapping, processor=None):
     if processor is not None:
         needed = len(processor.tokenizer)
         text.setdefault("vocab_size", needed)
+        if not isinstance(text["vocab_size"], int):
+            raise ValueError(f"model.config.text_config.vocab_size: expected an int, found {text['vocab_size']!r}")
         if text["vocab_size"] < needed:
             raise ValueError(
                 f"model.config.text_config.vocab_size={text['vocab_size']}: the tokenizer has {needed} tokens"
@@ -38,10 +41,16 @@ def model_config(mapping, processor=None):
         text.setdefault("pad_token_id", processor.pad_token_id)
         text.setdefault("eos_token_id", processor.eos_token_id)
         mapping = {**mapping, **special_token_ids(processor)}
-    return AutoConfig.for_model(**{**mapping, "text_config": text, "vision_config": vision})
+    try:
+        return AutoConfig.for_model(**{**mapping, "text_config": text, "vision_config": vision})
+    except (StrictDataclassError, TypeError, ValueError) as error:  # of transformers, on a value
+        raise ValueError(f"model.config: {' '.join(str(error).split())}") from error
 
 
 def _check_keys(mapping):
+    for name in ("text_config", "vision_config"):
+        if not isinstance(mapping.get(name) or {}, dict):
+            raise ValueError(f"model.config.{name}: expected a mapping, found {mapping[name]!r}")
     reference = AutoConfig.for_model(mapping["model_type"])
     sections = {"": (mapping, reference)}
     for name in ("text_config", "vision_config"):

@@ -47,8 +47,8 @@ def attention(
         TypeError: other dtypes.
         NotImplementedError: no kernel for this head dim or device.
 
-    The backward pass keeps q, k, v, out and lse (as two floats: high logits cost no accuracy), recomputes the scores, and repeats to the bit. Dao et al.,
-    FlashAttention, NeurIPS 2022.
+    The backward pass keeps q, k, v, out and lse (as two floats: high logits cost no accuracy), recomputes the scores,
+    and repeats to the bit. Dao et al., FlashAttention, NeurIPS 2022.
     """
     _check(q, k, v, deterministic)
     docs, docs_k = _documents(q, k, pack, cu_seqlens, cu_seqlens_k, doc_ids)

@@ -111,10 +111,10 @@ def _chunks(vocab, hidden):
     """(first, last, buffer [n, last - first]) of each chunk of the vocabulary, for n rows of `hidden`.
 
     As wide as 4 % of whole logits allow beside four rows of hidden states (a gather, a float32 sum, a bfloat16 part),
-    and at most a 40th of the vocabulary: a wide chunk has few, efficient GEMMs.
+    and at most an 80th of the vocabulary: the GEMM's own scratch is about as large as the chunk.
     """
     n, size = hidden.shape
-    width = max(512, min(vocab // 40, vocab // 25 - 4 * size) // 256 * 256)
+    width = max(512, min(vocab // 80, vocab // 25 - 4 * size) // 256 * 256)
     buffer = _alloc.empty((n * min(width, vocab),), hidden.dtype, hidden.device)
     for first in range(0, vocab, width):
         last = min(first + width, vocab)

@@ -1,5 +1,7 @@
 """AdamW in one C call a step over every parameter of every group."""
 
+import math
+
 import torch
 
 from automodel_c import _amcore
@@ -20,7 +22,7 @@ class FusedAdamW(torch.optim.Optimizer):
     State of a parameter p, made at the first step: `step` float32 [], `exp_avg` and `exp_avg_sq` in `state_dtype`
     (float32 or bfloat16) and `master_param` where there is one, all of p's shape and strides, DTensors if p is one.
 
-    Parameters of one device are stepped by one call, which checks everything before it writes: after ValueError (a
+    Parameters of one device are stepped by one call, once everything on every device is checked: after ValueError (a
     shape, strides with gaps, strides unlike the parameter's, memory shared by two of them) or TypeError (another dtype)
     all is as it was. A parameter without gradient is skipped and its step does not count.
     """
@@ -52,11 +54,13 @@ class FusedAdamW(torch.optim.Optimizer):
         if isinstance(lr, torch.Tensor) and lr.numel() != 1:
             raise ValueError(f"FusedAdamW: lr is a tensor of {lr.numel()} elements, 1 is needed")
         for name in ("lr", "eps", "weight_decay"):
-            if not float(checked[name]) >= 0:
-                raise ValueError(f"FusedAdamW: {name} is {float(checked[name])}, at least 0 is needed")
-        for beta in checked["betas"]:
-            if not 0 <= beta < 1:
-                raise ValueError(f"FusedAdamW: betas are {tuple(checked['betas'])}, they lie in [0, 1)")
+            if not 0 <= float(checked[name]) < math.inf:
+                raise ValueError(
+                    f"FusedAdamW: {name} is {float(checked[name])}, a finite number of at least 0 is needed"
+                )
+        betas = tuple(checked["betas"])
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"FusedAdamW: betas are {betas}, two numbers in [0, 1) are needed")
         super().add_param_group(param_group)
         self._state_complete = False
 
@@ -79,11 +83,15 @@ class FusedAdamW(torch.optim.Optimizer):
                 return loss
         if not self._state_complete:
             self._complete_state()
+        if len(self._devices) > 1:
+            for device in self._devices:
+                self._step_on(device, torch.ones((), device=device), grad_scale, check_only=True)
         for device in self._devices:
             self._step_on(device, found_inf, grad_scale)
         return loss
 
-    def _step_on(self, device, found_inf, grad_scale):
+    def _step_on(self, device, found_inf, grad_scale, *, check_only=False):
+        """One call for the parameters on `device`; check_only comes with a found_inf that is not 0."""
         params, grads, group_sizes = self._with_gradients(device if len(self._devices) > 1 else None)
         states = [self.state[p] for p in params]
         if not all(states):
@@ -101,6 +109,8 @@ class FusedAdamW(torch.optim.Optimizer):
                 [to_local(t) for t in tensors] for tensors in (params, grads, exp_avgs, exp_avg_sqs)
             )
             masters = masters and [to_local(t) for t in masters]
+        if any(map(torch.Tensor.is_neg, grads)):  # DLPack does not tell that the memory holds the opposite sign
+            grads = [grad.resolve_neg() for grad in grads]
         lrs = [group["lr"] for group in self.param_groups]
         on_device = [isinstance(lr, torch.Tensor) and lr.device == device != torch.device("cpu") for lr in lrs]
         betas = [group["betas"] for group in self.param_groups]
@@ -123,6 +133,8 @@ class FusedAdamW(torch.optim.Optimizer):
             found_inf=host_scalar(found_inf, device),
             grad_scale=host_scalar(grad_scale, device),
         )
+        if check_only:
+            return
         torch.autograd.graph.increment_version(stepped)  # states are in nobody's graph
         if params is not stepped:
             torch.autograd.graph.increment_version(params)

@@ -33,6 +33,7 @@ _SILENT_S = 1.5  # six missed heartbeats: after a lost connection, that rank is 
 _LINGER_S = 5.0  # the longest wait for the others to have read the note, or to have left, before this rank goes
 _STORE_TOO_S = 3.0  # when cutting the peers did not unblock the rank, it may wait for the store: cut that too
 _GIVE_UP_S = 20.0  # blocked where nothing helps: end the process
+_LONGEST = 10_000  # letters of a note: the store refuses values of more than 8 MiB, and drops who sends one
 
 
 class RankFailure(RuntimeError):
@@ -145,7 +146,11 @@ class _Watch:
     def _settle(self, error):
         if not self._read() and _lost_connection(error):
             self._find_silent()
-        if not self.failure:
+        if self.failure:
+            return
+        if isinstance(error, RankFailure):  # from a guard inside this one: who failed is known
+            self._write(error.rank, error.message)
+        else:
             self._write(self.rank, _words(error))
 
     def _find_silent(self):
@@ -227,7 +232,13 @@ class _Watch:
 
 
 def _words(error):
-    return f"{type(error).__name__}: {error}"
+    try:
+        text = str(error)
+    except Exception as worse:
+        text = f"(its text cannot be had: {type(worse).__name__})"
+    if len(text) > _LONGEST:
+        text = f"{text[:_LONGEST]}... ({len(text)} letters)"
+    return f"{type(error).__name__}: {text}"
 
 
 def _default_store():
@@ -261,7 +272,7 @@ def _ports(*stores):
 def _lost_connection(error):
     if isinstance(error, (dist.DistBackendError, dist.DistNetworkError)):
         return True
-    text = str(error).lower()
+    text = _words(error).lower()
     signs = ("gloo/", "connection closed", "connection reset", "broken pipe", "timed out waiting")
     return isinstance(error, RuntimeError) and any(sign in text for sign in signs)
 

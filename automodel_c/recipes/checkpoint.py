@@ -46,6 +46,7 @@ def save_checkpoint(folder, step, model, optimizer, runtime, *, data, keep=None)
 def load_checkpoint(folder, model, optimizer, runtime, *, data):
     """Restores what save_checkpoint wrote into `folder`, on the same or another number of ranks. Returns the step.
 
+    The optimizer's settings (rate, betas, eps, decay) stay what they are; its state is the saved one.
     Ranks that the saved run did not have keep their generators as they are. ValueError when the folder holds no
     .metadata, its name holds no step, or `data` is not what was saved.
     """
@@ -59,7 +60,10 @@ def load_checkpoint(folder, model, optimizer, runtime, *, data):
     if any(key.startswith(f"rng.{rank}.") for key in saved):
         state["rng"] = {rank: rng_state(runtime.device)}
     dcp.load(state, storage_reader=reader)
+    settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    for group, now in zip(optimizer.param_groups, settings, strict=True):
+        group.update(now)
     if "rng" in state:
         set_rng_state(state["rng"][rank], runtime.device)
     for key, wanted in _progress(step, data).items():
@@ -88,6 +92,7 @@ def checkpoint_step(folder):
 def _prune(folder, keep):
     if keep is None:
         return
-    found = sorted((int(m.group(1)), p) for p in folder.iterdir() if (m := _NAME.fullmatch(p.name)))
-    for _, path in found[:-keep]:
+    found = [p for p in folder.iterdir() if _NAME.fullmatch(p.name) and (p / ".metadata").is_file()]
+    found.sort(key=lambda p: (p / ".metadata").stat().st_mtime_ns)  # an earlier run may have left later steps
+    for path in found[:-keep]:
         shutil.rmtree(path)

@@ -1,6 +1,7 @@
 """Reads a recipe: YAML and `key=value` overrides into the dataclasses of schema.py, or an error that names the key."""
 
 import dataclasses
+import math
 import types
 import typing
 from pathlib import Path
@@ -10,6 +11,48 @@ import yaml
 from ..keys import check_known
 from .schema import Recipe
 from .targets import check_targets
+
+# besides its own error, yaml lets through those of bytes, dates and numbers that are none, and of deep nesting
+_NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)
+_BACKENDS = ("gloo", "nccl", "cpu:gloo,cuda:nccl")
+_MAY_BE_INFINITE = "clip_grad_norm.max_norm"
+_LEAST = {
+    **dict.fromkeys(
+        (
+            "step_scheduler.global_batch_size",
+            "step_scheduler.local_batch_size",
+            "step_scheduler.num_epochs",
+            "step_scheduler.max_steps",
+            "step_scheduler.ckpt_every_steps",
+            "step_scheduler.val_every_steps",
+            "step_scheduler.gc_every_steps",
+            "checkpoint.max_recent_checkpoints",
+            "lr_scheduler.lr_decay_steps",
+            "dataset.limit",
+            "validation_dataset.limit",
+            "processor.min_pixels",
+            "processor.max_pixels",
+        ),
+        1,
+    ),
+    **dict.fromkeys(
+        (
+            "seed",
+            "rng.seed",
+            "optimizer.lr",
+            "optimizer.eps",
+            "optimizer.weight_decay",
+            "lr_scheduler.lr_warmup_steps",
+            "lr_scheduler.init_lr",
+            "lr_scheduler.max_lr",
+            "lr_scheduler.min_lr",
+            "clip_grad_norm.max_norm",
+            "dataloader.num_workers",
+        ),
+        0,
+    ),
+    "dist_env.timeout_minutes": 0.001,
+}
 
 
 class RecipeError(ValueError):
@@ -38,10 +81,10 @@ def load_recipe(path, overrides=()):
 
 def _read_yaml(path):
     try:
-        tree = yaml.safe_load(path.read_text())
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise RecipeError(f"recipe {path}: {error.strerror}") from None
-    except yaml.YAMLError as error:
+    except _NOT_YAML as error:
         raise RecipeError(f"recipe {path} is not YAML: {error}") from None
     if not isinstance(tree, dict):
         raise RecipeError(f"recipe {path}: expected a mapping of keys, found {type(tree).__name__}")
@@ -54,7 +97,7 @@ def _apply_override(tree, override):
         raise RecipeError(f"override {override!r}: expected key=value")
     try:
         value = yaml.safe_load(text)
-    except yaml.YAMLError:
+    except _NOT_YAML:
         raise RecipeError(f"override {override!r}: the value is not YAML") from None
     *parents, last = key.split(".")
     node = tree
@@ -138,19 +181,30 @@ def _agree(recipe):
 
 
 def _check_ranges(recipe):
-    steps = recipe.step_scheduler
-    for key in (
-        "global_batch_size",
-        "local_batch_size",
-        "num_epochs",
-        "max_steps",
-        "ckpt_every_steps",
-        "val_every_steps",
-        "gc_every_steps",
-    ):
-        value = getattr(steps, key)
-        if value is not None and value < 1:
-            raise RecipeError(f"step_scheduler.{key}: expected at least 1, found {value}")
+    for key, least in _LEAST.items():
+        value = recipe
+        for part in key.split("."):
+            value = getattr(value, part, None)  # there may be no validation_dataset
+        if value is None:
+            continue
+        if not value >= least:
+            raise RecipeError(f"{key}: expected at least {least}, found {value}")
+        if value == math.inf and key != _MAY_BE_INFINITE:
+            raise RecipeError(f"{key}: expected a finite number, found {value}")
+    for key, seed in (("seed", recipe.seed), ("rng.seed", recipe.rng.seed)):
+        if seed >= 2**32:
+            raise RecipeError(f"{key}: expected less than {2**32}, found {seed}")
+    _check_choices(recipe)
+
+
+def _check_choices(recipe):
+    if recipe.dist_env.backend not in (None, *_BACKENDS):
+        raise RecipeError(
+            f"dist_env.backend: expected {', '.join(_BACKENDS[:-1])} or {_BACKENDS[-1]},"
+            f" found {recipe.dist_env.backend!r}"
+        )
+    if "" in (recipe.processor.words or ()):
+        raise RecipeError("processor.words: a word is empty")
     if recipe.distributed.activation_checkpointing not in (False, True, "full"):
         raise NotImplementedError(
             f"distributed.activation_checkpointing={recipe.distributed.activation_checkpointing!r}"

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import DataLoader
+from transformers.utils import logging as transformers_logging
 
 from ..data.build import build_dataset, prepare_data
 from ..data.collate import collate
@@ -62,6 +63,7 @@ def train(recipe, *, check=False):
 
     Returns the Evaluation of the held-out data, None when the recipe names none or with check.
     """
+    transformers_logging.set_verbosity_error()  # on a CPU it advises kernels that are for GPUs
     with start_ranks(recipe) as runtime, parts.guard():
         run = _build_or_complain(recipe, runtime)
         if check:

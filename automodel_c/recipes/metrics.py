@@ -30,11 +30,12 @@ class MetricsLog:
 
 
 def read_rows(path):
-    """The rows of a metrics file, [] when there is none."""
+    """The rows of a metrics file, [] when there is none. A last line that a killed run left unfinished is no row."""
     path = Path(path)
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
+    return [json.loads(line) for line in whole.splitlines() if line.strip()]
 
 
 def memory_gib(device):

@@ -5,12 +5,18 @@ and 2.5 times that backward, area = sum of L (L + 1) / 2: 17.4 GFLOP together.
 
 Bars, two threads: 1.2 times SDPA per document in fp32, 1.5 times in bf16, 5 times SDPA with the block mask.
 
-What was predicted and what came, one thread of a Sapphire Rapids class core (FMA peak about 125 GFLOP/s):
-  fp32, AVX-512   predicted 85 % of the FMA rate from 12 x 32 register blocks over panels in L1, with hidden blocks left
-                  out; got 103 forward, 109 backward against 68 and 50 of SDPA.
-  bf16, vdpbf16ps predicted twice fp32; got 64 and 68: on this core the instruction issues at half the rate of FMA and so
-                  has no gain to give; the row is for cores where it does.
-  bf16, tiles     predicted at most 1,300 from the tile peak, far less with softmax and packing: got 299 and 266.
+What was expected (written down after the first runs) and what came, in GFLOP/s of CPU time on one thread of a Sapphire
+Rapids class core whose peaks are 175 (FMA), 86 (vdpbf16ps) and over 1,300 (tiles); SDPA per document gets 68 forward
+and 50 backward in fp32, 147 and 55 in bf16:
+  AVX-512, fp32   75 % of the peak expected from register blocks of 12 x 32 over panels that stay in L1, keys hidden by
+                  causality left out of every product; 103 forward, 109 backward (60 %). With bf16 inputs 117 and 119.
+  vdpbf16ps       twice fp32 expected from half the instructions; 76 and 76, because this core issues the instruction
+                  at a quarter of FMA's rate. The row is for cores that issue it faster.
+  tiles, bf16     300 to 600 expected, bound by softmax and by operands from L2: 299 to 331 and 266 to 318; two thirds
+                  of the time is in the products.
+  AVX2, fp32      62 and 65.
+Summing a product's whole depth onto C lost the error rule for dk and dv in fp32; sums from 0, added once a block, keep
+it at no cost. lse rounded to fp32 lost it at logits of 40; its second float keeps it.
 """
 
 import itertools

@@ -34,10 +34,10 @@ static PyObject *build_info(PyObject *module, PyObject *unused)
 #endif
 #define AM_NAME_STRING(slice) #slice " "
     return Py_BuildValue("{s:s,s:s,s:s,s:s,s:s,s:O,s:s,s:O,s:s,s:i}", "version", AM_VERSION, "slices",
-                         AM_SLICES(AM_NAME_STRING), "compiler", __VERSION__, "isa", am_cpu_name(), "best_isa",
-                         am_isa_name(am_cpu_best_isa()), "cuda", AM_CUDA_VERSION[0] ? Py_True : Py_False,
-                         "cuda_version", AM_CUDA_VERSION, "debug", debug ? Py_True : Py_False, "sanitizer",
-                         AM_SANITIZER, "num_threads", am_num_threads());
+                         AM_SLICES(AM_NAME_STRING), "compiler", __VERSION__, "isa", am_cpu_isa_name(), "best_isa",
+                         am_cpu_best_isa_name(), "cuda", AM_CUDA_VERSION[0] ? Py_True : Py_False, "cuda_version",
+                         AM_CUDA_VERSION, "debug", debug ? Py_True : Py_False, "sanitizer", AM_SANITIZER, "num_threads",
+                         am_num_threads());
 #undef AM_NAME_STRING
 }
 

@@ -51,3 +51,33 @@ def test_chat_jsonl_bad_line(written, processor, line):
         file.write(line + "\n")
     with pytest.raises(ValueError, match="line 9: not a conversation"):
         ChatJsonlDataset(written, processor)
+
+
+def _turn(role, content):
+    return {"role": role, "content": content}
+
+
+@pytest.mark.parametrize(
+    "messages, words",
+    [
+        ([_turn("user", [{"type": "video", "video": "a.mp4"}]), _turn("assistant", "5")], "a part of type 'video'"),
+        ([_turn("user", [{"type": "image_url", "image_url": "0.png"}]), _turn("assistant", "5")], "type 'image_url'"),
+        ([_turn("user", [{"type": "text", "txt": "?"}]), _turn("assistant", "5")], "a text part without text"),
+        ([_turn("user", [{"type": "image"}]), _turn("assistant", "5")], "an image part without a file name"),
+        (
+            [_turn("user", [{"type": "image", "image": 5}]), _turn("assistant", "5")],
+            "an image part without a file name",
+        ),
+        ([{"content": "?"}, _turn("assistant", "5")], "a message without a role"),
+        ([_turn(5, "?"), _turn("assistant", "5")], "a message without a role"),
+        ([_turn("user", "?")], "no assistant turn"),
+        ([], "no assistant turn"),
+        ([_turn("assistant", "5")], "nothing before the first assistant turn"),
+    ],
+)
+def test_chat_jsonl_says_what_is_wrong_with_a_line(written, processor, messages, words):
+    """Nothing is left out in silence, and nothing waits for the step that reads the line."""
+    with open(written, "a") as file:
+        file.write(json.dumps({"messages": messages}) + "\n")
+    with pytest.raises(ValueError, match=f"line 9: not a conversation .*{words}"):
+        ChatJsonlDataset(written, processor)

@@ -295,8 +295,8 @@ def rope_calls():
     settings = {"theta": 1e4, "inverse": False}
     good = [q, q, q, q, integers(0, 1)]
     yield from variants("vision_rope", good, settings, wrong)
-    settings |= {"rotary_dim": 8, "section": [2, 1, 1]}
-    yield from variants("mrope", good, settings, [*wrong, ("section", ValueError, "section", [1, 2])])
+    text = {**settings, "rotary_dim": 8, "section": [2, 1, 1]}
+    yield from variants("mrope", good, text, [*wrong, ("section", ValueError, "section", [1, 2])])
 
 
 def mlp_calls():

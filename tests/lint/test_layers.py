@@ -64,8 +64,17 @@ FORBIDDEN = {  # a folder may not import any of these parts of the package
     "ops": {"optim", "parallel", "models", "recipes"},
     "optim": {"parallel", "models", "recipes"},
     "parallel": {"models", "recipes"},
+    "data": {"parallel", "models", "recipes"},
     "models": {"recipes"},
 }
+
+
+def origin(path, node):
+    """The absolute dotted name that a `from ... import` names, its leading dots resolved."""
+    if not node.level:
+        return node.module
+    package = path.relative_to(ROOT).parent.parts
+    return ".".join([*package[: len(package) - node.level + 1], *filter(None, [node.module])])
 
 
 def imported(path):
@@ -73,8 +82,8 @@ def imported(path):
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{origin(path, node)}.{alias.name}" for alias in node.names]
         else:
             continue
         yield from (name.removeprefix("automodel_c.") for name in names if name.startswith("automodel_c."))
@@ -85,6 +94,11 @@ def test_imports(folder):
     for path in files(f"automodel_c/{folder}", suffixes=(".py",)):
         for name in imported(path):
             assert name.split(".")[0] not in FORBIDDEN[folder], f"{relative(path)} may not import automodel_c.{name}"
+
+
+def test_relative_imports_are_seen():
+    node = ast.parse("from ..recipes import schema").body[0]
+    assert origin(ROOT / "automodel_c/models/gates.py", node) == "automodel_c.recipes"
 
 
 def test_operators_do_not_import_each_other():

@@ -19,8 +19,8 @@ from tests.numerics import assert_as_good_as
 from tests.strategies import doc_ids, packed_docs
 
 F32, BF16 = torch.float32, torch.bfloat16
-ROWS = [(isa, dtype) for isa in MACHINE_ISAS for dtype in (F32, BF16) if (isa, dtype) != ("avx512_bf16", F32)]
-ROWS += [("amx_bf16", BF16)]  # fp32 has no kernels of its own beyond avx512
+ROWS = [(isa, F32) for isa in MACHINE_ISAS[:3]]  # fp32 has no kernels of its own beyond avx512
+ROWS += [(isa, BF16) for isa in MACHINE_ISAS]
 DTYPES = pytest.mark.parametrize("dtype", [F32, BF16], ids=["fp32", "bf16"])
 
 
@@ -34,12 +34,9 @@ def _one_thread_for_references():
 
 @pytest.fixture(params=ROWS, ids=lambda row: "-".join(map(str, row)).replace("torch.", ""))
 def dtype(request):
-    """Every row of kernels that this machine has, with each dtype; tile registers also need the kernel's leave."""
+    """Every row of kernels that this machine has, with each dtype."""
     before = _amcore.build_info()["isa"]
-    try:
-        _amcore.set_isa(request.param[0])
-    except NotImplementedError as error:
-        pytest.skip(str(error))
+    _amcore.set_isa(request.param[0])
     yield request.param[1]
     _amcore.set_isa(before)
 
@@ -357,7 +354,7 @@ ERRORS = {
     "keys-need-offsets": ({"cu_seqlens": [0, 6]}, {n: lambda x: x[:5] for n in "kv"}, ValueError, "cu_seqlens_k"),
     "half": ({}, {"q": lambda q: q.half()}, TypeError, "float16"),
     "mixed-dtypes": ({}, {"k": lambda k: k.bfloat16()}, TypeError, "k is bfloat16, q is float32"),
-    "head-dim": ({}, {n: lambda x: x[..., :8].clone() for n in "qkv"}, NotImplementedError, "16, 32, 64, 72, 80, 128, 256"),
+    "head-dim": ({}, {n: lambda x: x[..., :8] for n in "qkv"}, NotImplementedError, "are 16, 32, 64, 72, 80, 128,"),
     "last-axis": ({}, {"k": lambda k: k.transpose(1, 2).contiguous().transpose(1, 2)}, ValueError, "k has stride 2"),
     "heads": ({}, {"q": lambda q: q[:, :3]}, ValueError, "3 query heads are not a multiple of 2"),
     "v-heads": ({}, {"v": lambda v: v[:, :1]}, ValueError, "v is \\[6, 1, 16\\]"),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
@@ -14,9 +14,7 @@ from tests.numerics import assert_as_good_as
 from tests.strategies import LAYOUTS, tensors
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
-SHAPES = pytest.mark.parametrize(
-    "shape", [(1, 2), (3, 63), (2, 5, 64), (65,), (16, 1023), (17, 1024), (4, 1025)], ids=str
-)
+SHAPES = pytest.mark.parametrize("shape", [(1, 2), (65,), (2, 3, 64), (5, 1023), (17, 1024), (2, 1025)], ids=str)
 
 
 def naive_rms(x, weight, *, eps=1e-6, zero_centered=True):
@@ -150,6 +148,7 @@ def test_residual_with_one_output_used(seed, used):
 
 
 @NAMES
+@settings(max_examples=20)
 @given(data=st.data())
 def test_layouts_and_threads_change_no_bit(name, data):
     ours, _, _, rows, vectors = FUNCTIONS[name]

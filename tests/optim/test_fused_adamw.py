@@ -268,7 +268,7 @@ def test_unlike_strides_are_refused_before_anything_is_written(seed):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"lr": -1.0}, ValueError, "lr is -1.0, at least 0"),
+        ({"lr": -1.0}, ValueError, "lr is -1.0, a finite number of at least 0"),
         ({"lr": torch.tensor(-1.0)}, ValueError, "lr is -1.0"),
         ({"lr": torch.ones(2)}, ValueError, "lr is a tensor of 2 elements"),
         ({"lr": float("nan")}, ValueError, "lr is nan"),
@@ -276,6 +276,9 @@ def test_unlike_strides_are_refused_before_anything_is_written(seed):
         ({"weight_decay": -0.1}, ValueError, "weight_decay is -0.1"),
         ({"betas": (1.0, 0.9)}, ValueError, r"betas are \(1.0, 0.9\)"),
         ({"betas": (0.9, -0.1)}, ValueError, r"betas are \(0.9, -0.1\)"),
+        ({"betas": (0.9,)}, ValueError, r"betas are \(0.9,\), two numbers in \[0, 1\)"),
+        ({"betas": (0.9, 0.9, 0.9)}, ValueError, r"betas are \(0.9, 0.9, 0.9\), two numbers"),
+        ({"lr": float("inf")}, ValueError, "lr is inf, a finite number of at least 0"),
         ({"master_weights": "full"}, ValueError, "master_weights is 'full'"),
         ({"state_dtype": torch.float16}, TypeError, "state_dtype is torch.float16"),
     ],
@@ -286,6 +289,26 @@ def test_bad_settings(options, error, message):
     if "master_weights" not in options and "state_dtype" not in options:
         with pytest.raises(error, match=message):
             FusedAdamW([{"params": [torch.ones(1, requires_grad=True)], **options}])
+
+
+def test_gradient_that_is_a_negated_view_keeps_its_sign():
+    """A conjugate hands a one-element parameter a gradient whose memory holds the opposite sign."""
+    p = torch.zeros(1, requires_grad=True)
+    (torch.complex(torch.ones(1), p).conj() * torch.tensor([1j])).real.sum().backward()
+    assert p.grad.is_neg() and p.grad == 1
+    FusedAdamW([p], lr=0.1).step()
+    assert p.item() == pytest.approx(-0.1)
+
+
+def test_a_device_that_is_refused_leaves_the_others_as_they_were(seed):
+    p, elsewhere = torch.randn(3, requires_grad=True), torch.ones(3, device="meta", requires_grad=True)
+    p.grad, elsewhere.grad = torch.ones(3), torch.ones(3, device="meta")
+    optimizer = FusedAdamW([p, elsewhere])
+    before, version = p.detach().clone(), p._version
+    with pytest.raises(ValueError, match="no memory that can be read here"):
+        optimizer.step()
+    assert torch.equal(p, before) and p._version == version
+    assert optimizer.state[p]["step"] == 0 and not optimizer.state[p]["exp_avg"].any()
 
 
 def test_half_precision_is_refused():

@@ -114,6 +114,54 @@ def test_guard_when_two_ranks_raise(three):
         assert rank == first or (name == "RankFailure" and text.startswith(f"rank {first} failed: "))
 
 
+class Speechless(Exception):
+    def __str__(self):
+        raise ValueError("no words")
+
+
+ODD_MESSAGES = {
+    "no text": (Speechless(), "Speechless: (its text cannot be had: ValueError)"),
+    "huge": (ValueError("x" * 30_000_000), "x... (30000000 letters)"),
+    "letters": (ValueError("Z\u00e4hler \ud800 \0 \U0001f600"), "ValueError: Z\u00e4hler \ud800 \0 \U0001f600"),
+}
+
+
+def odd_message(case):
+    try:
+        with faults.guard():
+            if dist.get_rank() == 1:
+                raise ODD_MESSAGES[case][0]
+            collective()
+    except faults.RankFailure as error:
+        return error.rank, error.message
+    except Exception as error:
+        return type(error).__name__
+
+
+@pytest.mark.parametrize("case", ODD_MESSAGES)
+def test_guard_when_the_message_is_odd(three, case):
+    error, words = ODD_MESSAGES[case]
+    answers = three.run(odd_message, case, timeout=PROMISE_S)
+    assert answers[1] == type(error).__name__
+    for rank, message in (answers[0], answers[2]):
+        assert rank == 1 and message.endswith(words) and len(message) < 20_000
+
+
+def failure_of_an_inner_guard():
+    try:
+        with faults.guard():
+            collective()
+            if dist.get_rank() == 0:
+                raise faults.RankFailure(1, "ValueError: bad argument")
+            time.sleep(60)
+    except faults.RankFailure as error:
+        return error.rank, error.message
+
+
+def test_guard_names_the_rank_that_an_inner_guard_named(three):
+    assert three.run(failure_of_an_inner_guard) == [(1, "ValueError: bad argument")] * 3
+
+
 def same_words():
     try:
         with faults.guard():

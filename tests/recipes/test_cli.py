@@ -1,8 +1,13 @@
+import os
+import signal
+import subprocess
+import sys
+
 import pytest
 
 from automodel_c.cli import main
 
-from .conftest import DIGITS, run_cli
+from .conftest import DIGITS, ROOT, run_cli
 
 
 def _refused(capsys, *arguments):
@@ -44,6 +49,12 @@ def test_main_usage_error(capsys, arguments, message):
         ("dataset.split=tests", "no file .*tests.jsonl"),
         ("model.config.text_config.hiden_size=8", "text_config.hiden_size; .*text_config.hidden_size"),
         ("model.config.text_config.vocab_size=8", "vocab_size=8: the tokenizer has"),
+        ("model.config.text_config=5", "model.config.text_config: expected a mapping, found 5"),
+        ("model.config.text_config.hidden_size=abc", "model.config: .*expected int, got str"),
+        (
+            "model.config.text_config.vocab_size=null",
+            "model.config.text_config.vocab_size: expected an int, found None",
+        ),
         ("model.torch_dtype=int8", "model.torch_dtype: expected a floating-point dtype"),
         ("lr_scheduler.lr_decay_style=WSD", "lr_decay_style='WSD' is not supported"),
     ],
@@ -65,6 +76,34 @@ def test_main_refused_on_two_ranks(tiny):
     done = run_cli("train", DIGITS, *tiny, "--nproc", "2", "--check", "step_scheduler.local_batch_size=5")
     assert done.returncode == 2 and "Traceback" not in done.stderr + done.stdout
     assert done.stderr.count("global_batch_size=16 is no multiple") == 1
+
+
+@pytest.mark.parametrize("module", ["yaml", "torch", "transformers"])
+def test_main_without_the_packages_for_training(module):
+    """Where NumPy alone is installed, train says what to install."""
+    code = f"import sys; sys.modules[{module!r}] = None; from automodel_c.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "train", DIGITS]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"automodel-c: error: {module} is not installed: pip install 'automodel_c[train]'\n",
+    )
+
+
+def test_main_ended_by_a_signal(monkeypatch, capsys):
+    """Ctrl-C ends the launcher without a traceback of its own."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.launcher import api
+
+    def ended(*_):
+        raise SignalException("got a signal", signal.SIGINT)
+
+    monkeypatch.setattr(api, "elastic_launch", lambda *_: ended)
+    monkeypatch.delenv("RANK", raising=False)
+    assert main(["train", DIGITS, "--nproc", "2"]) == 128 + signal.SIGINT
+    assert capsys.readouterr().err == "automodel-c: ended by SIGINT\n"
 
 
 def test_doctor(capsys):

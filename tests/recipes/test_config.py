@@ -69,6 +69,22 @@ def test_load_recipe_unknown_override(recipe):
         ({"optimizer": {"lr": "fast"}}, "optimizer.lr: expected float, found 'fast'"),
         ({"optimizer": {"betas": [0.9]}}, "optimizer.betas: expected two numbers"),
         ({"optimizer": 3}, "optimizer: expected a mapping of keys, found 3"),
+        ({"optimizer": {"lr": float("inf")}}, "optimizer.lr: expected a finite number, found inf"),
+        ({"optimizer": {"eps": float("nan")}}, "optimizer.eps: expected at least 0, found nan"),
+        ({"lr_scheduler": {"max_lr": -1}}, "lr_scheduler.max_lr: expected at least 0, found -1"),
+        ({"lr_scheduler": {"lr_warmup_steps": -1}}, "lr_scheduler.lr_warmup_steps: expected at least 0, found -1"),
+        ({"lr_scheduler": {"lr_decay_steps": 0}}, "lr_scheduler.lr_decay_steps: expected at least 1, found 0"),
+        ({"clip_grad_norm": {"max_norm": -1}}, "clip_grad_norm.max_norm: expected at least 0, found -1"),
+        ({"clip_grad_norm": {"max_norm": float("nan")}}, "clip_grad_norm.max_norm: expected at least 0, found nan"),
+        ({"checkpoint": {"max_recent_checkpoints": 0}}, "max_recent_checkpoints: expected at least 1, found 0"),
+        ({"dataset": {"limit": -5}}, "dataset.limit: expected at least 1, found -5"),
+        ({"validation_dataset": {"limit": 0}}, "validation_dataset.limit: expected at least 1, found 0"),
+        ({"dataloader": {"num_workers": -1}}, "dataloader.num_workers: expected at least 0, found -1"),
+        ({"dist_env": {"timeout_minutes": float("inf")}}, "dist_env.timeout_minutes: expected a finite number"),
+        ({"dist_env": {"backend": "glow"}}, "dist_env.backend: expected gloo, nccl or .*, found 'glow'"),
+        ({"seed": -1}, "seed: expected at least 0, found -1"),
+        ({"rng": {"seed": 2**32}}, "rng.seed: expected less than 4294967296, found 4294967296"),
+        ({"processor": {"words": ["a", ""]}}, "processor.words: a word is empty"),
         ({"optimizer": {"_target_": "torch.optim.SGD"}}, "optimizer._target_: unknown name 'torch.optim.SGD'"),
         ({"dataset": {"_target_": "make_digit_dataset"}}, "the nearest known one is 'make_digits_dataset'"),
     ],
@@ -78,18 +94,31 @@ def test_load_recipe_bad_value(recipe, tree, message):
         recipe(tree)
 
 
-@pytest.mark.parametrize("override", ["lr", "=3", "a.b=[1"])
+@pytest.mark.parametrize(
+    "override",
+    ["lr", "=3", "a.b=[1", "seed=2024-13-45", f"seed={'1' * 5000}", "seed=" + "[" * 3000],
+    ids=lambda o: o[:12],
+)
 def test_load_recipe_bad_override(recipe, override):
     with pytest.raises(RecipeError, match="override"):
         recipe({}, override)
 
 
 @pytest.mark.parametrize(
-    "text, message", [("- 1\n", "a mapping of keys"), ("a: [\n", "is not YAML"), (None, "No such file")]
+    "text, message",
+    [
+        (b"- 1\n", "a mapping of keys"),
+        (b"a: [\n", "is not YAML"),
+        (None, "No such file"),
+        (b"seed: \xff\n", "is not YAML"),
+        (b"seed: 2024-13-45\n", "is not YAML"),
+        (b"seed: " + b"[" * 3000, "is not YAML"),
+    ],
+    ids=range(6),
 )
 def test_load_recipe_bad_file(tmp_path, text, message):
     if text is not None:
-        (tmp_path / "r.yaml").write_text(text)
+        (tmp_path / "r.yaml").write_bytes(text)
     with pytest.raises(RecipeError, match=message):
         load_recipe(tmp_path / "r.yaml")
 
@@ -162,5 +191,5 @@ def test_load_recipe_grad_sync(recipe, defer, eager, expected):
 @pytest.mark.parametrize("value", [True, False])
 def test_load_recipe_grad_sync_disagrees(recipe, value):
     tree = {"distributed": {"defer_fsdp_grad_sync": value}, "pipeline": {"reduce_grad_per_microbatch": value}}
-    with pytest.raises(RecipeError, match="defer_fsdp_grad_sync and .*reduce_grad_per_microbatch are both"):
+    with pytest.raises(RecipeError, match=r"defer_fsdp_grad_sync and .*reduce_grad_per_microbatch are both"):
         recipe(tree)

@@ -1,18 +1,20 @@
 import json
 import math
 import shutil
+import time
 
 import pytest
 import torch
 
 from automodel_c.data.collate import collate
+from automodel_c.data.sampler import GlobalBatchSampler
 from automodel_c.recipes.checkpoint import checkpoint_step
 from automodel_c.recipes.config import load_recipe
 from automodel_c.recipes.finetune_vlm import build
 from automodel_c.recipes.runtime import start_ranks
 from automodel_c.recipes.step import model_inputs
 
-from .conftest import DIGITS, train_two_ranks
+from .conftest import DIGITS, data_at, run_cli, train_two_ranks
 
 
 def _rows(path):
@@ -39,6 +41,21 @@ def test_train_output(finished):
     assert "held-out accuracy: " in done.stdout and " of 21)" in done.stdout
     for word in ("loss ", " tokens/s", " GiB", "6/6"):
         assert done.stderr.rsplit("\r", 1)[-1].count(word) == 1, done.stderr
+
+
+def test_train_names_the_rank_that_failed(digits_folder, tiny, tmp_path):
+    """A picture that cannot be read, seen by rank 1 alone in its second step, ends both ranks within seconds."""
+    shutil.copytree(digits_folder, tmp_path / "digits")
+    mine = iter(GlobalBatchSampler(1501, global_batch_size=16, local_batch_size=4, dp_rank=1, dp_size=2, seed=1234))
+    index = [next(mine) for _ in range(4)][2][0]
+    line = (tmp_path / "digits" / "train.jsonl").read_text().splitlines()[index]
+    name = json.loads(line)["messages"][0]["content"][0]["image"]
+    (tmp_path / "digits" / name).write_bytes(b"not a picture")
+    began = time.monotonic()
+    done = run_cli("train", DIGITS, "--nproc", "2", *tiny, *data_at(tmp_path / "digits"), f"output_dir={tmp_path}/run")
+    assert done.returncode == 1, done.stderr
+    assert f"RankFailure: rank 1 failed: UnidentifiedImageError: cannot identify image file '{tmp_path}" in done.stderr
+    assert time.monotonic() - began < 120, "start, one step and the failure"
 
 
 def test_train_resumes(finished, tiny, tmp_path):

@@ -65,7 +65,7 @@ __device__ double block_sum(double mine)
         if (threadIdx.x < half)
             all[threadIdx.x] += all[threadIdx.x + half];
     }
-    return all[0]; /* for thread 0 */
+    return threadIdx.x == 0 ? all[0] : 0.0; /* thread 0 wrote it last; nobody else looks */
 }
 
 __global__ void __launch_bounds__(kThreads)

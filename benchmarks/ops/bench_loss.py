@@ -1,0 +1,111 @@
+"""Cross-entropy at Qwen3.5's vocabulary beside torch with whole logits: python -m benchmarks.ops.bench_loss.
+
+A linear_cross_entropy row also prints our extra memory: the growth of the resident set over one call, without the
+gradients, as a share of whole logits. Take few rounds: --rounds 5.
+"""
+
+import ctypes
+import os
+import threading
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from automodel_c import ops
+from automodel_c.reference import loss as reference
+from benchmarks.harness import Case, main
+from benchmarks.ops.gates import forward_backward
+from benchmarks.peers import Peer
+from tests.numerics import assert_as_good_as
+
+VOCAB = 248_320
+
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def peak_growth(call):
+    """Most bytes of resident memory above the start of `call`, looked at every millisecond."""
+    ctypes.CDLL(None).malloc_trim(0)
+    start, highest, done = resident(), [0], threading.Event()
+
+    def watch():
+        while not done.wait(1e-3):
+            highest[0] = max(highest[0], resident() - start)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    result = call()
+    done.set()
+    watcher.join()
+    return highest[0], result
+
+
+def gate(inputs, labels, oracle):
+    """The error rule with torch as the twin."""
+    wide = [x.double().requires_grad_() for x in inputs]
+
+    def check(outcomes):
+        loss = oracle(*wide, labels)
+        truth = [loss.detach(), *torch.autograd.grad(loss, wide)]
+        return [
+            assert_as_good_as(a.float(), b.float(), c, name=f"part {i}", dtype=inputs[0].dtype if i else None)
+            for i, (a, b, c) in enumerate(zip(outcomes["ours"], outcomes["torch"], truth, strict=True))
+        ]
+
+    return check
+
+
+def linear_oracle(hidden, weight, labels):
+    return F.cross_entropy(F.linear(hidden, weight), labels)
+
+
+def linear(tokens, size, dtype):
+    inputs = [torch.randn(tokens, size).to(dtype), (torch.randn(VOCAB, size) / size**0.5).to(dtype)]
+    labels = torch.randint(0, VOCAB, (tokens,))
+    upstream = [torch.ones(())]
+    ours = forward_backward(lambda h, w: ops.linear_cross_entropy(h, w, labels), inputs, upstream)
+    label, kind = f"T={tokens} H={size} V={VOCAB}", str(dtype).removeprefix("torch.")
+    ours()
+    extra, results = peak_growth(ours)
+    extra -= sum(x.nbytes for x in results)
+    print(f"linear_cross_entropy {label} {kind}: {extra / (tokens * VOCAB * dtype.itemsize):.2%} of whole logits extra")
+
+    def plain(x):
+        upstream_like = [torch.ones((), dtype=dtype)]
+        return forward_backward(lambda h, w: F.cross_entropy(F.linear(h, w), labels), x, upstream_like)
+
+    peer = Peer("torch", torch.__version__, plain)
+    yield Case(
+        "linear_cross_entropy", "fwd+bwd", label, kind, ours, gate(inputs, labels, linear_oracle), [peer], inputs
+    )
+
+
+def logits(tokens, dtype):
+    inputs = [torch.randn(tokens, VOCAB).to(dtype)]
+    labels = torch.randint(0, VOCAB, (tokens,))
+    ours = forward_backward(lambda x: ops.cross_entropy(x, labels), inputs, [torch.ones(())])
+    peer = Peer(
+        "torch",
+        torch.__version__,
+        lambda x: forward_backward(lambda y: F.cross_entropy(y.float(), labels), x, [torch.ones(())]),
+    )
+    yield Case(
+        "cross_entropy", "fwd+bwd", f"T={tokens} V={VOCAB}", str(dtype).removeprefix("torch."), ours,
+        gate(inputs, labels, reference.cross_entropy), [peer], inputs, 3 * inputs[0].nbytes,
+    )  # fmt: skip
+
+
+SHAPES = {
+    "linear-256-f32": lambda: linear(256, 256, torch.float32),
+    "linear-256-bf16": lambda: linear(256, 256, torch.bfloat16),
+    "linear-1024-f32": lambda: linear(256, 1024, torch.float32),
+    "linear-1024-bf16": lambda: linear(256, 1024, torch.bfloat16),
+    "logits-f32": lambda: logits(128, torch.float32),
+    "logits-bf16": lambda: logits(128, torch.bfloat16),
+}
+
+if __name__ == "__main__":
+    main("loss", SHAPES)
