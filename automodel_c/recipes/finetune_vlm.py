@@ -13,7 +13,7 @@ from transformers.utils import logging as transformers_logging
 from ..data.build import build_dataset, prepare_data
 from ..data.collate import collate
 from ..data.packing import build_packs
-from ..data.sampler import GlobalBatchSampler
+from ..data.sampler import GlobalBatchSampler, check_batch_sizes
 from ..models.build import as_dtype, build_model, freeze
 from ..models.export import export_hf
 from ..models.parallelize import parallelize_qwen3_5
@@ -97,6 +97,8 @@ def build(recipe, runtime):
     wanted = recipe.distributed.dp_size
     if wanted not in (None, runtime.world):
         raise ValueError(f"distributed.dp_size={wanted}, but {runtime.world} ranks were started")
+    steps = recipe.step_scheduler
+    check_batch_sizes(steps.global_batch_size, steps.local_batch_size, runtime.world)
     seed_model(recipe)
     model, processor = build_model(
         recipe.model,

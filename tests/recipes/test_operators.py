@@ -3,7 +3,6 @@
 from collections import Counter
 
 import pytest
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from automodel_c import _amcore
