@@ -5,7 +5,13 @@ import os
 import shutil
 from pathlib import Path
 
-QUESTION = "Which digit is this?"
+QUESTIONS = (  # of one to seven tokens where the words below are one each
+    "Which digit is this?",
+    "Digit?",
+    "Which digit is this? Look at this and say which digit this is.",
+    "This is which digit?",
+)
+AGAIN_EVERY = 5  # every fifth conversation of training asks about a second image, one that came before
 SIDE = 32  # pixels: each of the 8x8 becomes 4x4, so that a patch of 8 pixels holds 2x2 of them
 HELD_OUT_EVERY = 6  # every sixth sample of a digit is held out: about 300, evenly over the digits
 
@@ -42,10 +48,14 @@ def _write_images(folder):
         grey.resize((SIDE, SIDE), Image.Resampling.NEAREST).save(folder / name)
         split = "held_out" if seen[digit] % HELD_OUT_EVERY == HELD_OUT_EVERY - 1 else "train"
         seen[digit] += 1
-        lines[split].append(_conversation(f"images/{name}", digit))
+        turns = _turn(f"images/{name}", digit, number)
+        if split == "train" and len(lines[split]) % AGAIN_EVERY == AGAIN_EVERY - 1:
+            turns = turns + lines[split][-1]["messages"][:2]
+        lines[split].append({"messages": turns})
     return lines
 
 
-def _conversation(image, digit):
-    question = [{"type": "image", "image": image}, {"type": "text", "text": QUESTION}]
-    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": str(digit)}]}
+def _turn(image, digit, number):
+    text = QUESTIONS[number % len(QUESTIONS)]
+    question = [{"type": "image", "image": image}, {"type": "text", "text": text}]
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": str(digit)}]

@@ -3,6 +3,15 @@
 import torch
 
 
+def check_batch_sizes(global_batch_size, local_batch_size, dp_size):
+    """ValueError unless a global batch is whole microbatches of every rank."""
+    if global_batch_size % (local_batch_size * dp_size):
+        raise ValueError(
+            f"step_scheduler.global_batch_size={global_batch_size} is no multiple of"
+            f" local_batch_size * ranks = {local_batch_size} * {dp_size}"
+        )
+
+
 class GlobalBatchSampler:
     """Index lists of one rank's microbatches, several a step, for a whole run.
 
@@ -26,11 +35,7 @@ class GlobalBatchSampler:
         first_step=0,
     ):
         per_round = local_batch_size * dp_size
-        if global_batch_size % per_round:
-            raise ValueError(
-                f"step_scheduler.global_batch_size={global_batch_size} is no multiple of"
-                f" local_batch_size * ranks = {local_batch_size} * {dp_size}"
-            )
+        check_batch_sizes(global_batch_size, local_batch_size, dp_size)
         if samples < global_batch_size:
             raise ValueError(
                 f"the data set has {samples} samples, step_scheduler.global_batch_size={global_batch_size}"

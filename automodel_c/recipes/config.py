@@ -173,6 +173,8 @@ def _agree(recipe):
         raise RecipeError(str(error)) from None
     recipe.distributed.defer_fsdp_grad_sync = not per_microbatch
     recipe.pipeline.reduce_grad_per_microbatch = per_microbatch
+    if recipe.packed_sequence.enabled is None:
+        recipe.packed_sequence.enabled = bool(recipe.packed_sequence.pack_size)
     if recipe.rng.seed is None:
         recipe.rng.seed = recipe.seed
     _check_ranges(recipe)
@@ -213,5 +215,16 @@ def _check_choices(recipe):
             f"checkpoint.save_consolidated={recipe.checkpoint.save_consolidated!r} is not supported yet;"
             " only false or 'final' is"
         )
+    if recipe.model.operators not in ("automodel_c", "transformers"):
+        raise RecipeError(
+            f"model.operators: expected 'automodel_c' or 'transformers', found {recipe.model.operators!r}"
+        )
+    if recipe.model.operators == "transformers":
+        for key, needs in {
+            "packed_sequence.enabled": recipe.packed_sequence.enabled,
+            "loss_fn._target_": recipe.loss_fn._target_.endswith("FusedLinearCrossEntropy"),
+        }.items():
+            if needs:
+                raise RecipeError(f"{key} needs model.operators: automodel_c")
     if len(recipe.optimizer.betas) != 2:
         raise RecipeError(f"optimizer.betas: expected two numbers, found {recipe.optimizer.betas!r}")

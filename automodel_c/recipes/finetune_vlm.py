@@ -12,10 +12,12 @@ from transformers.utils import logging as transformers_logging
 
 from ..data.build import build_dataset, prepare_data
 from ..data.collate import collate
-from ..data.sampler import GlobalBatchSampler
+from ..data.packing import build_packs
+from ..data.sampler import GlobalBatchSampler, check_batch_sizes
 from ..models.build import as_dtype, build_model, freeze
 from ..models.export import export_hf
 from ..models.parallelize import parallelize_qwen3_5
+from ..models.patch import patch_transformers
 from . import parts
 from .checkpoint import load_checkpoint, save_checkpoint
 from .evaluate import evaluate
@@ -95,6 +97,8 @@ def build(recipe, runtime):
     wanted = recipe.distributed.dp_size
     if wanted not in (None, runtime.world):
         raise ValueError(f"distributed.dp_size={wanted}, but {runtime.world} ranks were started")
+    steps = recipe.step_scheduler
+    check_batch_sizes(steps.global_batch_size, steps.local_batch_size, runtime.world)
     seed_model(recipe)
     model, processor = build_model(
         recipe.model,
@@ -146,11 +150,14 @@ def _build_data(recipe, processor, runtime):
             prepare_data(resolve("dataset", section._target_), section)
     dist.barrier()
     built = [build_dataset(section, processor, recipe.seed) for section in sections]
-    return built[0], built[1] if len(built) > 1 else None
+    train_set = build_packs(built[0], recipe.packed_sequence, shuffle=recipe.dataloader.shuffle)
+    return train_set, built[1] if len(built) > 1 else None
 
 
 def _shard(recipe, model, runtime):
     freeze(model, recipe.freeze_config)
+    if recipe.model.operators == "automodel_c":
+        patch_transformers(model)
     section = recipe.distributed
     model = parallelize_qwen3_5(
         model,
@@ -242,7 +249,7 @@ def _loader(run):
         batch_sampler=run.sampler,
         num_workers=section.num_workers,
         pin_memory=section.pin_memory,
-        collate_fn=_Collate(run.processor),
+        collate_fn=_Collate(run.processor, run.recipe.packed_sequence.collate_max_length),
         generator=torch.Generator(),
     )
 
@@ -250,11 +257,11 @@ def _loader(run):
 class _Collate:
     """collate with its processor, as loader workers can pickle it."""
 
-    def __init__(self, processor):
-        self.processor = processor
+    def __init__(self, processor, max_length):
+        self.processor, self.max_length = processor, max_length
 
     def __call__(self, samples):
-        return collate(samples, self.processor)
+        return collate(samples, self.processor, max_length=self.max_length)
 
 
 def _step(run, step, batches):
@@ -268,6 +275,7 @@ def _step(run, step, batches):
         device=run.runtime.device,
         per_microbatch=recipe.pipeline.reduce_grad_per_microbatch,
         world=run.runtime.world,
+        fused=resolve("loss_fn", recipe.loss_fn._target_) == "fused_linear",
     )
 
 

@@ -51,6 +51,7 @@ class Model:
     pretrained_model_name_or_path: str | None = None  # a local directory
     config: dict | None = None  # for from_config: keys of transformers' Qwen3_5MoeConfig
     attn_implementation: str = "sdpa"
+    operators: str = "automodel_c"  # or transformers: the model as it comes
     torch_dtype: str = "float32"  # to compute in, where mp_policy.param_dtype does not say; masters are fp32
     backend: dict | None = only(None)
     text_config: dict | None = None  # overrides of the directory's text_config
@@ -185,16 +186,16 @@ class Dataset:
 
 @dataclass
 class PackedSequence:
-    enabled: bool = only(False)
-    pretokenize: bool = only(False)
-    max_length: int | None = only(None)
-    pack_size: int = only(0, None)
-    collate_max_length: int | None = only(None)
-    packing_ratio: float | None = only(None, 1.0)
-    drop_long_samples: bool = only(False)
-    balance_media_tokens: bool = only(False)
-    max_packs: int | None = only(None)
-    attn_implementation: str | None = only(None)
+    enabled: bool | None = None  # None: where pack_size is given
+    pretokenize: bool = only(False, True)  # samples are encoded before they are packed, whatever this says
+    max_length: int | None = None  # tokens of a sample; None: what a pack takes
+    pack_size: int | None = None  # tokens of a pack
+    collate_max_length: int | None = None  # packs are padded to this; None: to the longest of the microbatch
+    packing_ratio: float | None = None  # int(pack_size * packing_ratio) tokens are filled; None: all
+    drop_long_samples: bool = False  # False: a sample that fits no pack is an error
+    balance_media_tokens: bool = False  # order packs by their patches
+    max_packs: int | None = None  # the first so many
+    attn_implementation: str | None = only(None, "sdpa")
     packing_format: str | None = only(None)
     post_tokenize_hook_fn: str | None = only(None)
 

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+
+from automodel_c import ops
 
 from ..data.encode import IGNORE_INDEX
 from . import parts
@@ -33,15 +34,14 @@ def cross_entropy_sum(logits, labels):
 
     Without such a label the sum is 0, and so are its gradients.
     """
-    rows = labels.flatten() != IGNORE_INDEX
-    return F.cross_entropy(logits.flatten(0, 1)[rows].float(), labels.flatten()[rows], reduction="sum")
+    return ops.cross_entropy(logits.flatten(0, 1), labels.flatten(), num_label_tokens=1)
 
 
 def global_counts(batches, device):
     """(labels, tokens) of a global batch: this rank's microbatches summed over all ranks."""
     labels = sum(int((batch["labels"] != IGNORE_INDEX).sum()) for batch in batches)
     tokens = sum(
-        batch["input_ids"].numel() if batch["attention_mask"] is None else int(batch["attention_mask"].sum())
+        batch["input_ids"].numel() if batch["attention_mask"] is None else int((batch["attention_mask"] != 0).sum())
         for batch in batches
     )
     counts = torch.tensor([labels, tokens], device=device)
@@ -49,13 +49,14 @@ def global_counts(batches, device):
     return tuple(counts.tolist())
 
 
-def accumulate_gradients(model, batches, labels, *, device, per_microbatch, world):
+def accumulate_gradients(model, batches, labels, *, device, per_microbatch, world, fused=False):
     """Forward and backward of this rank's microbatches.
 
     labels: the label count of the whole global batch, by which the summed cross-entropy is divided; gradients sum
     over ranks. The router's auxiliary loss, where the model's configuration asks for it (output_router_logits),
     is transformers' formula a microbatch, averaged over all microbatches of the step and weighted by
-    router_aux_loss_coef. Returns fp32 [2]: this rank's part of the loss, and of the unweighted auxiliary loss.
+    router_aux_loss_coef. fused: the model's own loss, without logits.
+    Returns fp32 [2]: this rank's part of the loss, and of the unweighted auxiliary loss.
     """
     text = model.config.text_config
     with_aux = text.output_router_logits if hasattr(text, "router_aux_loss_coef") else False
@@ -63,24 +64,38 @@ def accumulate_gradients(model, batches, labels, *, device, per_microbatch, worl
     parts_of_loss = torch.zeros(2, device=device)
     for index, batch in enumerate(batches):
         parts.set_grad_reduction(model, per_microbatch or index == len(batches) - 1)
-        outputs = model(**model_inputs(batch, device), use_cache=False)
-        loss = cross_entropy_sum(outputs.logits, batch["labels"].to(device)) / max(labels, 1)
+        loss, aux = _losses(model, batch, labels, device, fused)
         parts_of_loss[0] += loss.detach()
         if with_aux:
-            aux = outputs.aux_loss * share
+            aux = aux * share
             parts_of_loss[1] += aux.detach()
             loss = loss + text.router_aux_loss_coef * aux
         loss.backward()
     return parts_of_loss
 
 
-def train_step(model, optimizer, batches, *, lr, max_norm, device, per_microbatch, world):
+def _losses(model, batch, count, device, fused):
+    """(summed cross-entropy over `count`, unweighted auxiliary loss or None) of a microbatch."""
+    inputs, labels = model_inputs(batch, device), batch["labels"].to(device)
+    if not fused:
+        outputs = model(**inputs, use_cache=False)
+        return cross_entropy_sum(outputs.logits, labels) / max(count, 1), getattr(outputs, "aux_loss", None)
+    outputs = model(**inputs, labels=labels, shift_labels=labels, num_items_in_batch=count, use_cache=False)
+    loss, aux = outputs.loss, getattr(outputs, "aux_loss", None)
+    if aux is not None:  # the model has added its own, weighted for a step of one microbatch
+        loss = loss - model.config.text_config.router_aux_loss_coef * aux
+    return loss, aux
+
+
+def train_step(model, optimizer, batches, *, lr, max_norm, device, per_microbatch, world, fused=False):
     """One step at learning rate `lr`. Returns a StepResult.
 
     FloatingPointError before the weights are touched when loss or gradient norm is not finite.
     """
     labels, tokens = global_counts(batches, device)
-    losses = accumulate_gradients(model, batches, labels, device=device, per_microbatch=per_microbatch, world=world)
+    losses = accumulate_gradients(
+        model, batches, labels, device=device, per_microbatch=per_microbatch, world=world, fused=fused
+    )
     dist.all_reduce(losses)
     grad_norm = parts.clip_gradients([p for p in model.parameters() if p.requires_grad], max_norm)
     loss, aux = losses.tolist()

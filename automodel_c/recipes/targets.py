@@ -20,6 +20,8 @@ TARGETS = {
     "loss_fn": {
         "MaskedCrossEntropy": "masked",
         "nemo_automodel.components.loss.masked_ce.MaskedCrossEntropy": "masked",
+        "FusedLinearCrossEntropy": "fused_linear",
+        "nemo_automodel.components.loss.linear_ce.FusedLinearCrossEntropy": "fused_linear",
     },
     "dataset": {"make_chat_jsonl_dataset": "chat_jsonl", "make_digits_dataset": "digits"},
     "dataloader": {
@@ -48,8 +50,6 @@ NOT_YET = {
     "loss_fn": {
         "ChunkedCrossEntropy",
         "nemo_automodel.components.loss.chunked_ce.ChunkedCrossEntropy",
-        "FusedLinearCrossEntropy",
-        "nemo_automodel.components.loss.linear_ce.FusedLinearCrossEntropy",
     },
 }
 

@@ -136,12 +136,12 @@ def test_load_recipe_bad_file(tmp_path, text, message):
         ("distributed.multimodal.vision.frame_sharding.enabled", "true"),
         ("checkpoint.is_async", "true"),
         ("checkpoint.model_save_format", "torch_save"),
-        ("packed_sequence.pack_size", "4096"),
+        ("packed_sequence.attn_implementation", "flash_attention_2"),
         ("optimizer.exp_avg_dtype", "bfloat16"),
         ("prewarm.comm_groups", "true"),
         ("wandb", "{project: x}"),
         ("dataloader.drop_last", "false"),
-        ("loss_fn._target_", "FusedLinearCrossEntropy"),
+        ("loss_fn._target_", "ChunkedCrossEntropy"),
     ],
 )
 def test_load_recipe_not_supported(recipe, key, value):

@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 
+from automodel_c import patch_transformers
 from automodel_c.data.collate import collate
 from automodel_c.data.sampler import GlobalBatchSampler
 from automodel_c.recipes.checkpoint import checkpoint_step
@@ -28,7 +29,8 @@ def test_train_metrics(finished):
         assert type(row["step"]) is int and type(row["tokens"]) is int
         for key in ("loss", "grad_norm", "lr", "tokens_per_s", "memory"):
             assert type(row[key]) is float and math.isfinite(row[key]) and row[key] > 0, (key, row)
-        assert row["num_label_tokens"] == 32 and row["tokens"] == 16 * 21
+        assert row["num_label_tokens"] % 2 == 0 and row["num_label_tokens"] >= 32, "an answer is two tokens"
+        assert 16 * 32 < row["tokens"] <= 16 * 64, "16 packs of at most 64 tokens, better than half full"
     assert rows[0]["lr"] == pytest.approx(1e-3) and rows[-1]["lr"] < rows[2]["lr"]
 
 
@@ -52,7 +54,9 @@ def test_train_names_the_rank_that_failed(digits_folder, tiny, tmp_path):
     name = json.loads(line)["messages"][0]["content"][0]["image"]
     (tmp_path / "digits" / name).write_bytes(b"not a picture")
     began = time.monotonic()
-    done = run_cli("train", DIGITS, "--nproc", "2", *tiny, *data_at(tmp_path / "digits"), f"output_dir={tmp_path}/run")
+    apart = "packed_sequence.enabled=false"  # packs are planned from every sample, on both ranks, before the first step
+    overrides = (*tiny, *data_at(tmp_path / "digits"), apart, "loss_fn._target_=MaskedCrossEntropy")
+    done = run_cli("train", DIGITS, "--nproc", "2", *overrides, f"output_dir={tmp_path}/run")
     assert done.returncode == 1, done.stderr
     assert f"RankFailure: rank 1 failed: UnidentifiedImageError: cannot identify image file '{tmp_path}" in done.stderr
     assert time.monotonic() - began < 120, "start, one step and the failure"
@@ -85,6 +89,7 @@ def test_export_loads_into_transformers(finished, tiny):
     assert AutoTokenizer.from_pretrained(folder / "hf").chat_template
     assert AutoImageProcessor.from_pretrained(folder / "hf", backend="pil").patch_size == 8
     recipe = load_recipe(DIGITS, [*tiny, f"checkpoint.restore_from={folder / 'checkpoints' / 'step_6'}"])
+    patch_transformers(exported)  # the same weights on the same operators, to the bit
     with start_ranks(recipe) as runtime, torch.no_grad():
         run = build(recipe, runtime)
         inputs = model_inputs(collate([run.held_out[i] for i in range(3)], run.processor), runtime.device)

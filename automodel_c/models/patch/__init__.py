@@ -1,0 +1,43 @@
+"""`patch_transformers`: transformers' Qwen3.5 models on the operators of this package."""
+
+from .report import Report
+from .swaps import SWAPS, family_name
+
+__all__ = ["Report", "patch_transformers"]
+
+
+def patch_transformers(model):
+    """Swaps the parts of a transformers Qwen3.5 model that `automodel_c.ops` can run, in place.
+
+    model: a Qwen3_5 or Qwen3_5Moe model of transformers 5.12 to 5.24 (ForConditionalGeneration, ForCausalLM, a base
+    model, or any module that holds one). Only this instance changes: modules get a forward of their own, parameters
+    stay where they are, so that FSDP2, checkpointing and state dicts work as before.
+
+    Returns a Report: `swapped`, `left`, and `undo()`. Patching a patched model returns its report again.
+
+    What differs from transformers:
+        documents: a row may hold several, told by restarting `position_ids` ([T], [1, T], [3, 1, T], [4, 1, T]), an
+            indexed `attention_mask` (1..n, 0 padding) or `cu_seqlens`; nothing crosses their edges, in gated-delta
+            layers neither. Masks of more than two axes are ValueError.
+        labels: `loss` counts no prediction across a document's edge and is 0 where nothing is labelled; `logits` is
+            None then. Without labels logits are made as before. Padding's rows differ, and its labels count nothing.
+        cache: none is made in training and for packs; generation fills one here and decodes in transformers' code.
+        output_attentions is ValueError.
+
+    ValueError: nothing here is Qwen3.5, or a part is patched by another call.
+    """
+    parts = list(model.named_modules())
+    report = vars(model).get("_amcore_report")
+    if report is not None and report.root is model:
+        return report
+    if not any(family_name(module) in ("TextModel", "VisionModel") for _, module in parts):
+        raise ValueError(f"patch_transformers: {type(model).__name__} holds no Qwen3.5 model of transformers")
+    for path, module in parts:
+        if "_amcore_report" in vars(module):
+            raise ValueError(f"patch_transformers: '{path}' is patched already; call undo() on its report first")
+    report = Report(model)
+    for path, module in parts:
+        swap = SWAPS.get(family_name(module))
+        if swap is not None:
+            swap(report, path, module)
+    return report

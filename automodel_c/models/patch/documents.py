@@ -1,0 +1,157 @@
+"""Where documents begin and end in a batch as transformers takes it, and what the layers need to know of them."""
+
+import functools
+
+import numpy as np
+import torch
+
+from automodel_c.partition import Pack
+
+CHUNKS = (16, 32, 64)  # tokens that the gated delta rule pads a sequence to a multiple of; transformers' is the last
+
+
+class TextPlan:
+    """A batch's documents, made once a forward and handed to the layers, which keep it for their recomputation.
+
+    Attributes:
+        pack: Pack over the flattened tokens [B * L].
+        positions: int64 [3, B * L].
+        rope: keyword arguments of `ops.mrope`, or None where transformers' cosines are used.
+        packed: whether a row of the batch holds more than one document.
+        row_mask: bool [B, L] of real tokens, None when all are.
+    """
+
+    def __init__(self, pack, shape, positions, rope):
+        self.pack, self.shape, self.positions, self.rope = pack, shape, positions, rope
+        _, length = shape
+        docs = pack.docs[pack.lengths > 0]
+        rows = docs[:, 0] // max(length, 1)
+        self.packed = len(np.unique(rows)) < len(rows)
+        self.row_mask = None if self.packed or pack.num_real == shape[0] * length else self._real()
+
+    def _real(self):
+        real = np.zeros(self.shape[0] * self.shape[1], dtype=bool)
+        for start, end in self.pack.docs.tolist():
+            real[start:end] = True
+        return torch.from_numpy(real.reshape(self.shape))
+
+    @functools.cached_property
+    def groups(self):
+        """(groups, inverse): for documents that fill equally many chunks of one size, (int64 [n, width] their tokens,
+        shorter ones repeating their last, and that size); int64 [B * L] where a token lies in the rows of all groups
+        laid end to end, padding one past the last of them."""
+        docs = self.pack.docs[self.pack.lengths > 0]
+        lengths = docs[:, 1] - docs[:, 0]
+        sizes = np.array(CHUNKS)[np.searchsorted(CHUNKS[:-1], lengths)]
+        filled = -(-lengths // sizes) * sizes
+        groups, at = [], 0
+        inverse = np.full(self.shape[0] * self.shape[1], -1)
+        for width in np.unique(filled):
+            group, length = docs[filled == width], lengths[filled == width]
+            steps = np.arange(length.max())
+            index = group[:, :1] + np.minimum(steps, length[:, None] - 1)
+            real = steps < length[:, None]
+            inverse[index[real]] = at + np.flatnonzero(real)
+            groups.append((torch.from_numpy(index), int(min(width, CHUNKS[-1]))))
+            at += index.size
+        inverse[inverse < 0] = at
+        return groups, torch.from_numpy(inverse)
+
+
+def find_documents(shape, *, position_ids=None, attention_mask=None, cu_seqlens=None):
+    """The Pack of a batch of `shape` (B, L), over its flattened tokens.
+
+    The first of these that says something decides: cu_seqlens, int32 or int64 [N + 1]; an indexed attention_mask,
+    [B, L] of integers with a value above 1 (equal neighbours are one document, 0 is padding); a 0/1 mask and
+    position_ids, where a document begins when the positions do not go on.
+
+    position_ids: int [T], [B, L], [4, B, L] (row 0 counts) or [3, B, L]. Positions of one axis go on by one; of three
+    axes, time does not fall and not all three are 0.
+
+    ValueError: another shape, two descriptions, offsets across rows, or padding inside a document.
+    """
+    batch, length = shape
+    if attention_mask is not None:
+        if tuple(attention_mask.shape) != (batch, length):
+            raise ValueError(
+                f"attention_mask has shape {list(attention_mask.shape)}, the patched model takes [{batch}, {length}]: "
+                "0/1, or 1..n for the documents of a pack"
+            )
+        attention_mask = None if attention_mask.is_meta else attention_mask.detach().cpu().numpy()
+    if cu_seqlens is not None:
+        return _from_offsets(cu_seqlens, shape, attention_mask)
+    real = np.ones(shape, dtype=bool) if attention_mask is None else attention_mask != 0
+    begins = np.zeros(shape, dtype=bool)
+    begins[:, :1] = True
+    indexed = attention_mask is not None and bool((attention_mask.astype(np.int64) > 1).any())
+    if indexed:
+        begins[:, 1:] = attention_mask[:, 1:] != attention_mask[:, :-1]
+    else:
+        _mark_restarts(begins, real, position_ids)
+    return _from_begins(begins, real)
+
+
+def _from_offsets(cu_seqlens, shape, attention_mask):
+    batch, length = shape
+    if attention_mask is not None and not (attention_mask == 1).all():
+        raise ValueError("cu_seqlens and an attention_mask with padding or indices both describe the documents")
+    pack = Pack(cu_seqlens=cu_seqlens)
+    pack.check_tokens(batch * length, "input_ids")
+    docs = pack.docs[pack.lengths > 0]
+    if batch > 1 and (docs[:, 0] // length != (docs[:, 1] - 1) // length).any():
+        raise ValueError(f"cu_seqlens lays a document across two of the {batch} rows of the batch")
+    return pack
+
+
+def _mark_restarts(begins, real, position_ids):
+    """Marks the real tokens of every row whose positions do not go on from the real token before them."""
+    if position_ids is not None and position_ids.is_meta:
+        position_ids = None
+    positions = None if position_ids is None else position_ids.detach().cpu().numpy()
+    for row in range(len(begins)):
+        tokens = np.flatnonzero(real[row])
+        if tokens.size == 0:
+            continue
+        begins[row, tokens[0]] = True
+        if positions is not None:
+            p = positions[:, row, tokens]
+            step = p[:, 1:] - p[:, :-1]
+            goes_on = (step[0] >= 0) & p[:, 1:].any(0) if len(p) == 3 else step[0] == 1
+            begins[row, tokens[1:]] |= ~goes_on
+
+
+def _from_begins(begins, real):
+    gap = real.copy()
+    gap[:, 1:] &= ~real[:, :-1]
+    gap[:, :1] = False
+    hole = gap & ~begins
+    if hole.any():
+        row, token = np.argwhere(hole)[0].tolist()
+        raise ValueError(f"attention_mask has padding inside the document that goes on at token {token} of row {row}")
+    ids = np.cumsum((begins & real).ravel())
+    return Pack(doc_ids=np.where(real.ravel(), ids, 0))
+
+
+def three_axes(position_ids, shape, device):
+    """(positions that decide documents, positions [3, B, L] that turn heads) from what a caller gave, or None.
+
+    ValueError when the shape is none of those of `find_documents`.
+    """
+    batch, length = shape
+    if position_ids is None:
+        axes = torch.arange(length, device=device).expand(3, batch, length)
+        return None, axes
+    if position_ids.ndim == 1:
+        position_ids = position_ids[None]
+    if position_ids.ndim == 2:
+        position_ids = position_ids[None]
+    axes = position_ids.shape[0]
+    if position_ids.ndim != 3 or axes not in (1, 3, 4) or position_ids.shape[2] != length:
+        raise ValueError(
+            f"position_ids has shape {list(position_ids.shape)}, [{length}], [{batch}, {length}], "
+            f"[3, {batch}, {length}] or [4, {batch}, {length}] is needed"
+        )
+    position_ids = position_ids.expand(axes, batch, length)
+    if axes == 1:
+        return position_ids, position_ids.expand(3, batch, length)
+    return (position_ids, position_ids) if axes == 3 else (position_ids[:1], position_ids[1:])

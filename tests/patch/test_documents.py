@@ -1,0 +1,78 @@
+"""Where the patched model sees documents begin."""
+
+import numpy as np
+import pytest
+import torch
+
+from automodel_c.models.patch.documents import TextPlan, find_documents, three_axes
+from automodel_c.partition import Pack
+
+
+def docs(shape, **told):
+    positions = told.pop("position_ids", None)
+    deciding, _ = three_axes(positions, shape, "cpu")
+    return find_documents(shape, position_ids=deciding, **told).docs.tolist()
+
+
+def T(*rows):
+    return torch.tensor(rows)
+
+
+@pytest.mark.parametrize(
+    ("shape", "told", "expected"),
+    [
+        ((1, 4), {}, [[0, 4]]),
+        ((2, 3), {}, [[0, 3], [3, 6]]),
+        ((1, 5), {"position_ids": torch.tensor([0, 1, 2, 0, 1])}, [[0, 3], [3, 5]]),
+        ((1, 5), {"position_ids": T([0, 1, 2, 0, 1])}, [[0, 3], [3, 5]]),
+        ((1, 3), {"position_ids": T([0, 0, 0])}, [[0, 1], [1, 2], [2, 3]]),
+        ((1, 4), {"position_ids": T([[0, 1, 0, 1]], [[5, 5, 5, 5]], [[5, 5, 5, 5]], [[5, 5, 5, 5]])}, [[0, 2], [2, 4]]),
+        ((1, 5), {"position_ids": T([[0, 0, 0, 0, 0]], [[0, 0, 1, 1, 0]], [[0, 1, 0, 1, 0]])}, [[0, 4], [4, 5]]),
+        ((1, 2), {"position_ids": torch.zeros(3, 1, 2, dtype=torch.int64)}, [[0, 1], [1, 2]]),
+        ((1, 6), {"attention_mask": T([1, 1, 2, 2, 2, 0])}, [[0, 2], [2, 5]]),
+        ((2, 4), {"attention_mask": T([1, 1, 2, 0], [1, 2, 2, 3])}, [[0, 2], [2, 3], [4, 5], [5, 7], [7, 8]]),
+        ((1, 5), {"attention_mask": T([2, 0, 2, 1, 1])}, [[0, 1], [2, 3], [3, 5]]),
+        ((2, 3), {"attention_mask": T([1, 1, 0], [0, 1, 1])}, [[0, 2], [4, 6]]),
+        ((2, 3), {"attention_mask": T([1, 1, 0], [0, 1, 1]).bool()}, [[0, 2], [4, 6]]),
+        ((1, 4), {"attention_mask": T([1, 1, 1, 1]), "position_ids": T([0, 1, 0, 1])}, [[0, 2], [2, 4]]),
+        ((1, 5), {"attention_mask": T([1, 1, 0, 1, 1]), "position_ids": T([0, 1, 9, 0, 1])}, [[0, 2], [3, 5]]),
+        ((2, 3), {"attention_mask": T([0, 0, 0], [1, 1, 1])}, [[3, 6]]),
+        ((1, 5), {"cu_seqlens": [0, 2, 2, 4]}, [[0, 2], [2, 2], [2, 4]]),
+        ((2, 3), {"cu_seqlens": T(0, 1, 3, 6)}, [[0, 1], [1, 3], [3, 6]]),
+        ((1, 3), {"cu_seqlens": [0, 1, 3], "attention_mask": T([1, 1, 1])}, [[0, 1], [1, 3]]),
+        ((1, 0), {}, []),
+    ],
+)  # fmt: skip
+def test_find_documents(shape, told, expected):
+    assert docs(shape, **told) == expected
+
+
+@pytest.mark.parametrize(
+    ("shape", "told", "words"),
+    [
+        ((1, 4), {"attention_mask": torch.ones(1, 1, 4, 4)}, r"attention_mask has shape \[1, 1, 4, 4\]"),
+        ((1, 4), {"attention_mask": T([1, 0, 1, 1])}, "padding inside the document that goes on at token 2 of row 0"),
+        ((2, 3), {"cu_seqlens": [0, 4, 6]}, "across two of the 2 rows"),
+        ((1, 3), {"cu_seqlens": [0, 4]}, "3 tokens, the pack ends at 4"),
+        ((1, 3), {"cu_seqlens": [0, 3], "attention_mask": T([1, 1, 2])}, "both describe"),
+        ((1, 3), {"position_ids": T([0, 1])}, r"position_ids has shape \[1, 1, 2\]"),
+    ],
+)
+def test_find_documents_refuses(shape, told, words):
+    with pytest.raises(ValueError, match=words):
+        docs(shape, **told)
+
+
+def test_groups_hold_every_token_once(rng):
+    lengths = rng.integers(1, 200, 12)
+    ends = np.cumsum(lengths)
+    tokens = int(ends[-1]) + 7
+    plan = TextPlan(Pack(cu_seqlens=[0, *ends.tolist()]), (1, tokens), None, None)
+    groups, inverse = plan.groups
+    sizes = [16 if n <= 16 else 32 if n <= 32 else 64 for n in lengths.tolist()]
+    assert len(groups) == len({-(-n // size) * size for n, size in zip(lengths.tolist(), sizes, strict=True)})
+    assert {size for _, size in groups} == set(sizes)
+    x = torch.arange(1.0, tokens + 1)
+    x[ends[-1] :] = 0
+    rows = torch.cat([x[i].flatten() for i, _ in groups] + [torch.zeros(1)])
+    assert torch.equal(rows[inverse], x)
