@@ -13,10 +13,12 @@ from automodel_c.ops._library import define, require_tensors
 
 
 def linear_cross_entropy(hidden, weight, labels, *, num_label_tokens=None, ignore_index=-100):
-    """Mean cross-entropy of `hidden @ weight.T`, in chunks of the vocabulary: logits are never whole.
+    """Mean cross-entropy of `hidden @ weight.T`, in chunks of the vocabulary: logits are never whole beside a gradient.
 
-    Forward makes each chunk of logits once and keeps two numbers a row; backward makes it again. Extra memory is a
-    chunk of logits and one float32 copy of `hidden`.
+    Where weight needs a gradient, forward allocates it and keeps logits there: all of them for at most H labelled
+    rows n, else a share H / n; backward takes chunk after chunk out and puts the gradient in its place. The rest, and
+    all of them in a repeated backward, are made again. Beside the gradients the memory is a chunk of logits and one
+    float32 copy of `hidden`; every call awaiting its backward holds its [V, H]. Compiled, nothing is kept.
 
     Args:
         hidden: [T, H], float32 or bfloat16.
@@ -35,7 +37,8 @@ def linear_cross_entropy(hidden, weight, labels, *, num_label_tokens=None, ignor
     """
     require_tensors("linear_cross_entropy", hidden=hidden, weight=weight, labels=labels)
     count = _count(num_label_tokens, "linear_cross_entropy", hidden.device)
-    return _linear(hidden, weight, labels, count, ignore_index)[0]
+    keep = weight.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    return _linear(hidden, weight, labels, count, ignore_index, keep)[0]
 
 
 def cross_entropy(logits, labels, *, chunk_len=32, num_label_tokens=None, ignore_index=-100):
@@ -108,17 +111,32 @@ _plain = define(
 
 
 def _chunks(vocab, hidden):
-    """(first, last, buffer [n, last - first]) of each chunk of the vocabulary, for n rows of `hidden`.
+    """[(first, last)] of each chunk of the vocabulary, and scratch for one chunk of logits.
 
     As wide as 4 % of whole logits allow beside four rows of hidden states (a gather, a float32 sum, a bfloat16 part),
-    and at most an 80th of the vocabulary: the GEMM's own scratch is about as large as the chunk.
+    and at most a 120th of the vocabulary: the GEMM's own scratch is about as large as the chunk.
     """
     n, size = hidden.shape
-    width = max(512, min(vocab // 80, vocab // 25 - 4 * size) // 256 * 256)
-    buffer = _alloc.empty((n * min(width, vocab),), hidden.dtype, hidden.device)
-    for first in range(0, vocab, width):
-        last = min(first + width, vocab)
-        yield first, last, buffer[: n * (last - first)].view(n, last - first)
+    width = max(512, min(vocab // 120, vocab // 25 - 4 * size) // 256 * 256)
+    scratch = _alloc.empty((n * min(width, vocab),), hidden.dtype, hidden.device)
+    return [(first, min(first + width, vocab)) for first in range(0, vocab, width)], scratch
+
+
+def _view(memory, start, n, first, last):
+    return memory[start : start + n * (last - first)].view(n, last - first)
+
+
+def _places(chunks, memory, hidden):
+    """(first, last, logits [n, last - first]) of the leading chunks whose logits find room in `memory`.
+
+    `memory` is that of weight's gradient from row chunks[0][0] on. The gradient of rows before `last` ends before the
+    logits of the next chunk begin, so that gradients can be written in rising order. GEMMs and row kernels take turns
+    over all of a group: torch's threads spin for milliseconds after each GEMM, where ours want to run.
+    """
+    (n, size), begin = hidden.shape, chunks[0][0] if chunks else 0
+    step = max(n, size)
+    count = sum((last - begin) * step <= memory.numel() for _, last in chunks)
+    return [(first, last, _view(memory, (first - begin) * step, n, first, last)) for first, last in chunks[:count]]
 
 
 def _labelled(hidden, weight, labels, count, ignore_index):
@@ -128,33 +146,70 @@ def _labelled(hidden, weight, labels, count, ignore_index):
     return rows[:n], targets, hidden if n == len(hidden) else hidden.index_select(0, rows[:n])
 
 
-def _linear_cpu(hidden, weight, labels, count, ignore_index):
+def _linear_cpu(hidden, weight, labels, count, ignore_index, keep):
     rows, targets, x = _labelled(hidden, weight, labels, count, ignore_index)
     stats = _alloc.empty((3, len(hidden)), torch.float32, hidden.device)
-    for first, last, logits in _chunks(len(weight), x):
-        torch.mm(x, weight[first:last].t(), out=logits)
-        _amcore.linear_cross_entropy_chunk(stats, logits, targets, first=first)
+    stats[0] = -torch.inf
+    stats[1] = 0.0
+    kept = _alloc.empty(weight.shape if keep else (0,), weight.dtype, weight.device)
+    for group in _forward_groups(len(weight), x, kept.view(-1)):
+        for first, last, logits in group:
+            torch.mm(x, weight[first:last].t(), out=logits)
+        for first, _, logits in group:
+            _amcore.linear_cross_entropy_chunk(stats, logits, targets, first=first)
     loss = _alloc.empty((), torch.float32, hidden.device)
     _amcore.linear_cross_entropy_loss(loss, stats, count, n=len(rows))
-    return loss, stats
+    return loss, stats, kept
+
+
+def _forward_groups(vocab, hidden, kept):
+    """Groups of (first, last, logits), in one order whether logits are kept or not; those that stay come last."""
+    chunks, scratch = _chunks(vocab, hidden)
+    staying = sum(last * max(hidden.shape) <= vocab * hidden.shape[1] for _, last in chunks)
+    for rest in (chunks[staying:], chunks[:staying]):
+        while rest:
+            group = _places(rest, kept, hidden) or [(*rest[0], _view(scratch, 0, len(hidden), *rest[0]))]
+            yield group
+            rest = rest[len(group) :]
 
 
 def _linear_backward_cpu(dloss, hidden, weight, labels, count, stats, ignore_index, need_hidden, need_weight):
+    kept = _alloc.empty((0,), weight.dtype, weight.device)
+    dweight = _alloc.empty(weight.shape if need_weight else (0,), weight.dtype, weight.device)
+    dhidden = _gradients(dweight, kept, dloss, hidden, weight, labels, count, stats, ignore_index, need_hidden)
+    return dhidden, dweight
+
+
+def _gradients(dweight, kept, dloss, hidden, weight, labels, count, stats, ignore_index, need_hidden):
+    """Writes dweight, unless it is empty, and returns dhidden; `kept` may be dweight's own memory."""
     rows, targets, x = _labelled(hidden, weight, labels, count, ignore_index)
     dhidden = _alloc.empty(hidden.shape if need_hidden else (0,), hidden.dtype, hidden.device)
-    dweight = _alloc.empty(weight.shape if need_weight else (0,), weight.dtype, weight.device)
     total = _alloc.empty(x.shape, torch.float32, x.device) if need_hidden else None
     part = _alloc.empty(x.shape, x.dtype, x.device) if need_hidden and x.dtype != torch.float32 else None
-    for first, last, logits in _chunks(len(weight), x):
-        torch.mm(x, weight[first:last].t(), out=logits)
-        _amcore.linear_cross_entropy_grad(logits, dloss, stats, targets, count, first=first)
-        if need_weight:
-            torch.mm(logits.t(), x, out=dweight[first:last])
-        if need_hidden:
-            _add_product(total, part, logits, weight[first:last], first)
+    memory = (kept if kept.numel() else dweight).view(-1)
+    chunks, scratch = _chunks(len(weight), x)
+    made = bool(_places(chunks, kept.view(-1), x))
+    while chunks:
+        group = _places(chunks, memory[chunks[0][0] * x.shape[1] :], x)
+        group = group or [(*chunks[0], _view(scratch, 0, len(x), *chunks[0]))]
+        chunks = chunks[len(group) :]
+        for first, last, logits in group:
+            if not made:
+                torch.mm(x, weight[first:last].t(), out=logits)
+        made = False
+        for first, _, logits in group:
+            _amcore.linear_cross_entropy_grad(logits, dloss, stats, targets, count, first=first)
+        for first, last, logits in group:
+            dlogits = _view(scratch, 0, len(x), first, last)
+            if dlogits.data_ptr() != logits.data_ptr():
+                dlogits.copy_(logits)
+            if dweight.numel():
+                torch.mm(dlogits.t(), x, out=dweight[first:last])
+            if need_hidden:
+                _add_product(total, part, dlogits, weight[first:last], first)
     if need_hidden:
         _amcore.linear_cross_entropy_scatter(dhidden, total, rows)
-    return dhidden, dweight
+    return dhidden
 
 
 def _add_product(total, part, left, right, first):
@@ -170,20 +225,25 @@ def _add_product(total, part, left, right, first):
 
 
 def _linear_setup(ctx, inputs, output):
-    hidden, weight, labels, count, ctx.ignore_index = inputs
+    hidden, weight, labels, count, ctx.ignore_index, ctx.keeps = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(hidden, weight, labels, count, output[1])
+    ctx.save_for_backward(hidden, weight, labels, count, *output[1:])
 
 
-def _linear_derivative(ctx, dloss, _):
-    hidden, weight, labels, count, stats = ctx.saved_tensors
+def _linear_derivative(ctx, dloss, *_):
+    *saved, kept = ctx.saved_tensors
     need_hidden, need_weight = ctx.needs_input_grad[:2]
     if dloss is None:
-        return None, None, None, None, None
-    dhidden, dweight = _linear_backward(
-        dloss, hidden, weight, labels, count, stats, ctx.ignore_index, need_hidden, need_weight
-    )
-    return dhidden if need_hidden else None, dweight if need_weight else None, None, None, None
+        return (None,) * 6
+    # Writing `kept` is hidden from autograd's version counter and from tracers: they get the functional operator.
+    if ctx.keeps and not torch.is_grad_enabled() and type(kept) is torch.Tensor and kept.device.type == "cpu":
+        ctx.keeps = False
+        kept = kept.data
+        dweight = kept if need_weight else kept[:0]
+        dhidden = _gradients(dweight, kept, dloss, *saved, ctx.ignore_index, need_hidden)
+    else:
+        dhidden, dweight = _linear_backward(dloss, *saved, ctx.ignore_index, need_hidden, need_weight)
+    return dhidden if need_hidden else None, dweight if need_weight else None, None, None, None, None
 
 
 def _linear_backward_fake(dloss, hidden, weight, labels, count, stats, ignore_index, need_hidden, need_weight):
@@ -199,12 +259,13 @@ _linear_backward = define(
     _linear_backward_fake,
 )
 _linear = define(
-    "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor labels, Tensor? count, int ignore_index) "
-    "-> (Tensor, Tensor)",
+    "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor labels, Tensor? count, int ignore_index, bool keep) "
+    "-> (Tensor, Tensor, Tensor)",
     _linear_cpu,
-    lambda hidden, *_: (
+    lambda hidden, weight, labels, count, ignore_index, keep: (
         hidden.new_empty((), dtype=torch.float32),
         hidden.new_empty((3, hidden.shape[0]), dtype=torch.float32),
+        weight.new_empty(weight.shape if keep else (0,)),
     ),
     setup=_linear_setup,
     backward=_linear_derivative,

@@ -1,6 +1,5 @@
 #include "loss.h"
 
-#include <math.h>
 #include <string.h>
 
 #include "am_pool.h"
@@ -63,7 +62,7 @@ static void chunk_rows(int64_t begin, int64_t end, void *ctx)
     const int64_t stride = a->stats.shape[1], width = a->logits.shape[1];
     for (int64_t t = begin; t < end; t++) {
         float *const stats = (float *)a->stats.data + t;
-        row_stats s = a->first == 0 ? (row_stats){-INFINITY, 0.0f} : (row_stats){stats[0], stats[stride]};
+        row_stats s = {stats[0], stats[stride]};
         am_loss_kernels()->join(&s, am_at(&a->logits, t * a->logits.stride[0]), width, a->logits.dtype == AM_BF16);
         stats[0] = s.top;
         stats[stride] = s.sum;

@@ -9,7 +9,7 @@
  *
  * The linear layer runs over the vocabulary in chunks, outside: for each chunk, logits = hidden @ weight[chunk]^T for
  * the n rows that have a label goes through _chunk (which keeps the running maximum and sum of every row), then _loss
- * closes. Backward makes each chunk again and _grad turns it into its gradient in place.
+ * closes. Backward takes each chunk, kept or made again, and _grad turns it into its gradient in place.
  */
 #ifndef AM_LOSS_H
 #define AM_LOSS_H
@@ -45,12 +45,13 @@ typedef struct am_lce_rows_args {
 
 typedef struct am_lce_chunk_args {
     am_tensor loss;    /* [] f32 out (_loss) */
-    am_tensor stats;   /* [3, T] f32 in/out: running maximum, sum of exp(l - maximum), logit of the label */
+    am_tensor stats;   /* [3, T] f32 in/out: running maximum (first -infinity), sum of exp(l - maximum) (first 0), logit
+                          of the label */
     am_tensor dloss;   /* [] f32 in (_grad) */
     am_tensor logits;  /* [n, Vc] in (_chunk), in/out (_grad) */
     am_tensor targets; /* [T] i64 in, the first n count */
     am_tensor num_label_tokens;
-    int64_t first; /* vocabulary index of column 0; 0 starts the statistics */
+    int64_t first; /* vocabulary index of column 0 */
     int64_t n;     /* rows with a label (_loss) */
 } am_lce_chunk_args;
 

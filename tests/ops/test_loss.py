@@ -253,6 +253,24 @@ def test_backward_again(linear, seed):
         loss.backward(), loss.backward()
 
 
+@DTYPES
+@pytest.mark.parametrize(("tokens", "size"), [(9, 32), (40, 32), (70, 8), (600, 8)], ids=["all", "some", "few", "none"])
+def test_kept_logits_change_no_bit(seed, tokens, size, dtype):
+    """Gradients from logits kept in weight's gradient, and from logits made again, after a gradient of hidden alone."""
+    hidden, weight, labels = problem(tokens, 3000, size, dtype, ignored=0.0)
+    hidden.requires_grad_(), weight.requires_grad_()
+    first = torch.autograd.grad(amc.ops.linear_cross_entropy(hidden, weight, labels), [hidden, weight])
+    loss = amc.ops.linear_cross_entropy(hidden, weight, labels)
+    alone = torch.autograd.grad(loss, hidden, retain_graph=True)[0]
+    again = torch.autograd.grad(loss, [hidden, weight], retain_graph=True)
+    again[1].fill_(torch.nan)
+    loss.backward()
+    assert torch.equal(alone, first[0]) and torch.equal(again[0], first[0])
+    assert torch.equal(hidden.grad, first[0]) and torch.equal(weight.grad, first[1])
+    with torch.no_grad():
+        assert torch.equal(amc.ops.linear_cross_entropy(hidden, weight, labels), loss)
+
+
 def test_frozen_weight_or_hidden(seed):
     hidden, weight, labels = problem(9, 700, 8, torch.float32)
     both = run(amc.ops.linear_cross_entropy, [hidden, weight], labels)
