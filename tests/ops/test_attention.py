@@ -15,7 +15,7 @@ from automodel_c.ops.attention import attention
 from automodel_c.reference.attention import attention as reference
 from tests.conftest import MACHINE_ISAS
 from tests.guards import CheckedAllocator, Guards
-from tests.numerics import assert_as_good_as
+from tests.numerics import assert_as_good_as, pool
 from tests.strategies import doc_ids, packed_docs
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -89,15 +89,17 @@ def eager(q, k, v, docs, docs_k=None, *, causal=True, scale=None):
     return out, lse
 
 
-def check(inputs, docs, docs_k=None, *, causal=True, scale=None, **options):
-    """The error rule for out, lse and every gradient; returns ours."""
-    made = ours(*inputs, causal=causal, scale=scale, **options)
+def check(inputs, docs, docs_k=None, *, causal=True, scale=None, more=(), **options):
+    """The error rule for out, lse and every gradient, over `inputs` and `more` draws of them; returns the first's."""
     formula = {"docs": docs, "docs_k": docs_k, "causal": causal, "scale": scale}
-    naive = run(*inputs, eager, **formula)
-    truth = run(*(x.double() for x in inputs), reference, **formula)
-    for name, x, plain, true in zip(("out", "lse", "dq", "dk", "dv"), made, naive, truth, strict=True):
+    draws = [inputs, *more]
+    made = [ours(*x, causal=causal, scale=scale, **options) for x in draws]
+    naive = [run(*x, eager, **formula) for x in draws]
+    truth = [run(*(t.double() for t in x), reference, **formula) for x in draws]
+    results = zip(pool(made), pool(naive), pool(truth), strict=True)
+    for name, (x, plain, true) in zip(("out", "lse", "dq", "dk", "dv"), results, strict=True):
         assert_as_good_as(x, plain, true, name=name)
-    return made
+    return made[0]
 
 
 def same_bits(xs, ys):
@@ -128,8 +130,8 @@ def test_attention_many_columns_and_tiles(seed, dtype):
 @pytest.mark.parametrize("lengths", [((5, 40, 0, 33), (80, 7, 9, 210)), ((700,), (20,)), ((20,), (700,))])
 def test_attention_different_keys(seed, dtype, causal, lengths):
     cu, cu_k = map(offsets, lengths)
-    inputs = draw(cu[-1], (4, 2), 16, dtype, keys=cu_k[-1])
-    check(inputs, docs_of(cu), docs_of(cu_k), causal=causal, cu_seqlens=cu, cu_seqlens_k=cu_k)
+    inputs, *more = [draw(cu[-1], (4, 2), 16, dtype, keys=cu_k[-1]) for _ in range(6)]
+    check(inputs, docs_of(cu), docs_of(cu_k), causal=causal, more=more, cu_seqlens=cu, cu_seqlens_k=cu_k)
 
 
 def test_attention_scale_and_large_logits(seed, dtype):

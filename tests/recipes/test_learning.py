@@ -13,6 +13,7 @@ CHANCE = 0.15  # the held-out digits are even over ten classes
 SHORT = (
     "step_scheduler.max_steps=36",
     "step_scheduler.global_batch_size=7",
+    "step_scheduler.local_batch_size=7",
     "lr_scheduler.lr_warmup_steps=8",
     "step_scheduler.val_every_steps=null",
     "checkpoint.enabled=false",
