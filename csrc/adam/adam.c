@@ -27,23 +27,9 @@ typedef struct adam_slab { /* consecutive elements of one tensor */
     int64_t n;
 } adam_slab;
 
-#define AM_NAME(f) f##_scalar
-#define AM_TARGET AM_TARGET_SCALAR
-#include "adam_cpu.inc"
-#undef AM_NAME
-#undef AM_TARGET
-#if defined(__x86_64__)
-#define AM_NAME(f) f##_avx2
-#define AM_TARGET AM_TARGET_AVX2
-#include "adam_cpu.inc"
-#undef AM_NAME
-#undef AM_TARGET
-#define AM_NAME(f) f##_avx512
-#define AM_TARGET AM_TARGET_AVX512
-#include "adam_cpu.inc"
-#undef AM_NAME
-#undef AM_TARGET
-#else
+#define AM_CPU_INC "adam_cpu.inc"
+#include "am_each_isa.h"
+#if !defined(__x86_64__)
 #define slab_avx2 slab_scalar
 #define slab_avx512 slab_scalar
 #endif

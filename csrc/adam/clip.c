@@ -18,22 +18,9 @@ static double add_lanes(const double *lane)
     return sum;
 }
 
-#define AM_NAME(f) f##_scalar
-#define AM_TARGET AM_TARGET_SCALAR
-#include "clip_cpu.inc"
-#undef AM_NAME
-#undef AM_TARGET
+#define AM_CPU_INC "clip_cpu.inc"
+#include "am_each_isa.h"
 #if defined(__x86_64__)
-#define AM_NAME(f) f##_avx2
-#define AM_TARGET AM_TARGET_AVX2
-#include "clip_cpu.inc"
-#undef AM_NAME
-#undef AM_TARGET
-#define AM_NAME(f) f##_avx512
-#define AM_TARGET AM_TARGET_AVX512
-#include "clip_cpu.inc"
-#undef AM_NAME
-#undef AM_TARGET
 #define AM_ROW(isa) {sumsq_f32_##isa, sumsq_bf16_##isa, scale_f32_##isa, scale_bf16_##isa}
 #else
 #define AM_ROW(isa) {sumsq_f32_scalar, sumsq_bf16_scalar, scale_f32_scalar, scale_bf16_scalar}

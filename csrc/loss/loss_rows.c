@@ -5,23 +5,10 @@
 #include "am_cpu.h"
 #include "am_math.h"
 
-#define AM_NAME(f) f##_scalar
-#define AM_TARGET AM_TARGET_SCALAR
-#include "loss_cpu.inc"
-#undef AM_NAME
-#undef AM_TARGET
+#define AM_CPU_INC "loss_cpu.inc"
+#include "am_each_isa.h"
 #define KERNELS(isa) {join_##isa, grad_##isa, add_##isa, narrow_##isa}
 #if defined(__x86_64__)
-#define AM_NAME(f) f##_avx2
-#define AM_TARGET AM_TARGET_AVX2
-#include "loss_cpu.inc"
-#undef AM_NAME
-#undef AM_TARGET
-#define AM_NAME(f) f##_avx512
-#define AM_TARGET AM_TARGET_AVX512
-#include "loss_cpu.inc"
-#undef AM_NAME
-#undef AM_TARGET
 #define KERNELS_BY_ISA {KERNELS(scalar), KERNELS(avx2), KERNELS(avx512), KERNELS(avx512)}
 #else
 #define KERNELS_BY_ISA {KERNELS(scalar), KERNELS(scalar), KERNELS(scalar), KERNELS(scalar)}

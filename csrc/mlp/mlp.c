@@ -21,22 +21,9 @@ typedef struct mlp_row {
     bool bf16;
 } mlp_row;
 
-#define AM_NAME(f) f##_scalar
-#define AM_TARGET AM_TARGET_SCALAR
-#include "mlp_cpu.inc"
-#undef AM_NAME
-#undef AM_TARGET
+#define AM_CPU_INC "mlp_cpu.inc"
+#include "am_each_isa.h"
 #if defined(__x86_64__)
-#define AM_NAME(f) f##_avx2
-#define AM_TARGET AM_TARGET_AVX2
-#include "mlp_cpu.inc"
-#undef AM_NAME
-#undef AM_TARGET
-#define AM_NAME(f) f##_avx512
-#define AM_TARGET AM_TARGET_AVX512
-#include "mlp_cpu.inc"
-#undef AM_NAME
-#undef AM_TARGET
 #define BY_ISA(table) {table(scalar), table(avx2), table(avx512), table(avx512)}
 #else
 #define BY_ISA(table) {table(scalar), table(scalar), table(scalar), table(scalar)}

@@ -29,25 +29,12 @@ typedef struct norm_grad_row { /* one row of backward; dweight and dbias are flo
     bool bf16, weight_bf16;
 } norm_grad_row;
 
-#define AM_NAME(f) f##_scalar
-#define AM_TARGET AM_TARGET_SCALAR
-#include "norm_cpu.inc"
-#undef AM_NAME
-#undef AM_TARGET
+#define AM_CPU_INC "norm_cpu.inc"
+#include "am_each_isa.h"
 /* Rows of these tables follow am_norm_kind. */
 #define FORWARD(isa) {rms_##isa, gated_##isa, layer_##isa}
 #define BACKWARD(isa) {rms_grad_##isa, gated_grad_##isa, layer_grad_##isa}
 #if defined(__x86_64__)
-#define AM_NAME(f) f##_avx2
-#define AM_TARGET AM_TARGET_AVX2
-#include "norm_cpu.inc"
-#undef AM_NAME
-#undef AM_TARGET
-#define AM_NAME(f) f##_avx512
-#define AM_TARGET AM_TARGET_AVX512
-#include "norm_cpu.inc"
-#undef AM_NAME
-#undef AM_TARGET
 #define BY_ISA(table) {table(scalar), table(avx2), table(avx512), table(avx512)}
 #else
 #define BY_ISA(table) {table(scalar), table(scalar), table(scalar), table(scalar)}

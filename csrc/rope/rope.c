@@ -9,23 +9,10 @@
 
 enum { GRAIN = 16 }; /* tokens of a parallel chunk */
 
-#define AM_NAME(f) f##_scalar
-#define AM_TARGET AM_TARGET_SCALAR
-#include "rope_cpu.inc"
-#undef AM_NAME
-#undef AM_TARGET
+#define AM_CPU_INC "rope_cpu.inc"
+#include "am_each_isa.h"
 #define KERNELS(isa) {cos_sin_##isa, turn_##isa}
 #if defined(__x86_64__)
-#define AM_NAME(f) f##_avx2
-#define AM_TARGET AM_TARGET_AVX2
-#include "rope_cpu.inc"
-#undef AM_NAME
-#undef AM_TARGET
-#define AM_NAME(f) f##_avx512
-#define AM_TARGET AM_TARGET_AVX512
-#include "rope_cpu.inc"
-#undef AM_NAME
-#undef AM_TARGET
 #define KERNELS_BY_ISA {KERNELS(scalar), KERNELS(avx2), KERNELS(avx512), KERNELS(avx512)}
 #else
 #define KERNELS_BY_ISA {KERNELS(scalar), KERNELS(scalar), KERNELS(scalar), KERNELS(scalar)}
