@@ -11,6 +11,8 @@ def causal_conv1d(x, weight, *, activation="silu", pack=None):
     parts = []
     w = weight.float()
     for s, e in pack.docs.tolist():
+        if s == e:
+            continue
         d = F.pad(x[s:e].float().T, (w.shape[1] - 1, 0))
         parts.append((torch.arange(s, e), F.silu(F.conv1d(d[None], w[:, None], groups=len(w))[0].T).to(x.dtype)))
     if parts:
