@@ -85,7 +85,9 @@ def test_a_configuration_is_read_alike_from_everywhere(tmp_path, family):
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
 def test_absent_keys_are_transformers(family):
-    theirs = AutoConfig.for_model(family, vision_config={"out_hidden_size": AutoConfig.for_model(family).text_config.hidden_size})
+    theirs = AutoConfig.for_model(
+        family, vision_config={"out_hidden_size": AutoConfig.for_model(family).text_config.hidden_size}
+    )
     mapping = {"model_type": family, "text_config": {}, "vision_config": {}}
     assert qwen3_5.read_config(mapping) == qwen3_5.read_config(theirs)
 

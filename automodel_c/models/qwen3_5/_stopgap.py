@@ -61,9 +61,24 @@ def moe(hidden, router_weight, gate_up, down, *, top_k, padding=None, return_rou
     if not return_router_stats:
         return out
     counts = F.one_hot(e[real], len(gate_up)).sum((0, 1)).float()
-    return out, counts, p[real].sum(0)
+    return out, counts, p[real].sum(0), real.sum()
 
 
-for f in (causal_conv1d, gdn_gate, gated_delta_rule, moe):
+def per_layer_aux_loss(load, prob_sum, real_rows, *, top_k):
+    n = real_rows.clamp(min=1).float()
+    return (load * (len(load) / top_k) / n * (prob_sum / n)).sum()
+
+
+def load_balancing_loss(stats):
+    loads, prob_sums, rows = zip(*stats, strict=True)
+    n = torch.stack(rows).sum().clamp(min=1).float()
+    return ((sum(loads) / n) * (sum(prob_sums) / n)).sum() * len(loads[0])
+
+
+def add_shared_expert(out, shared, gate):
+    return out + gate.sigmoid() * shared
+
+
+for f in (causal_conv1d, gdn_gate, gated_delta_rule, moe, per_layer_aux_loss, load_balancing_loss, add_shared_expert):
     if not hasattr(ops, f.__name__):
         setattr(ops, f.__name__, f)

@@ -1,21 +1,11 @@
 """Routed experts beside one that every token takes."""
 
-from typing import NamedTuple
-
 import torch
 from torch import nn
 
 from automodel_c import ops
 
 from .layers import MLP
-
-
-class Routing(NamedTuple):
-    """What the auxiliary loss needs of a layer, over real tokens: counts [E], how often each expert was chosen;
-    probabilities [E], the sums of the router's, which carry the gradient. float32."""
-
-    counts: torch.Tensor
-    probabilities: torch.Tensor
 
 
 class Router(nn.Module):
@@ -37,7 +27,7 @@ class Experts(nn.Module):
 
 
 class SparseMoE(nn.Module):
-    """Each token's `top_k` of E experts by a softmax over all, and sigmoid(shared_expert_gate(x)) times a shared one."""
+    """Each token's `top_k` of E experts, and sigmoid(shared_expert_gate(x)) times a shared one."""
 
     def __init__(self, config):
         super().__init__()
@@ -48,26 +38,17 @@ class SparseMoE(nn.Module):
         self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False)
 
     def forward(self, x, padding):
-        """x [T, H], padding bool [T] or None -> ([T, H], Routing)."""
-        out, *routing = ops.moe(
+        """x [T, H], padding bool [T] or None -> ([T, H], the router's statistics for `auxiliary_loss`)."""
+        out, *stats = ops.moe(
             x, self.gate.weight, self.experts.gate_up_proj, self.experts.down_proj, top_k=self.top_k,
             padding=padding, return_router_stats=True,
         )  # fmt: skip
-        shared = torch.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
-        return out + shared, Routing(*routing)
+        return ops.add_shared_expert(out, self.shared_expert(x), self.shared_expert_gate(x)), tuple(stats)
 
 
-def auxiliary_loss(routings, top_k, tokens, per_layer):
-    """How unevenly the tokens spread over the experts: a float32 scalar with gradient through the probabilities.
-
-    routings: a Routing for each layer. tokens: real tokens a layer saw. Joined over layers, E sum_e f_e P_e with the
-    assignments and the mean probability of each expert a token and layer, is `top_k` under uniform routing, as in
-    transformers; per layer it is the sum over layers of that divided by `top_k`, 1 each.
-    """
-    counts = torch.stack([r.counts for r in routings])
-    probabilities = torch.stack([r.probabilities for r in routings])
-    experts, rows = counts.shape[1], max(tokens, 1)
+def auxiliary_loss(stats, top_k, per_layer):
+    """How unevenly tokens spread over the experts, a float32 scalar: transformers' value, `top_k` when all layers use
+    their experts alike, or the sum of the layers' own, 1 each. stats: those of every layer."""
     if per_layer:
-        return (counts * probabilities).sum() * (experts / (top_k * rows * rows))
-    rows *= len(routings)
-    return (counts.sum(0) / rows * (probabilities.sum(0) / rows)).sum() * experts
+        return sum(ops.per_layer_aux_loss(*layer, top_k=top_k) for layer in stats)
+    return ops.load_balancing_loss(stats)

@@ -101,7 +101,7 @@ class Qwen3_5(nn.Module):
         if batch.labels is None:
             raise ValueError("batch: labels is missing")
         embeddings = self._embed(batch)
-        hidden, routings = self.model.language_model(embeddings, batch.step)
+        hidden, stats = self.model.language_model(embeddings, batch.step)
         loss = lm_loss = self._cross_entropy(hidden, batch.labels, batch)
         mtp_loss = aux_loss = torch.zeros_like(lm_loss)
         if self.mtp is not None:
@@ -110,8 +110,7 @@ class Qwen3_5(nn.Module):
             loss = loss + LOSS_SCALE * mtp_loss
         text = self.config.text
         if text.num_experts and (self.aux_loss or text.output_router_logits):
-            per_layer = self.aux_loss == "per_layer"
-            aux_loss = auxiliary_loss(routings, text.num_experts_per_tok, batch.step.pack.num_real, per_layer)
+            aux_loss = auxiliary_loss(stats, text.num_experts_per_tok, self.aux_loss == "per_layer")
             loss = loss + text.router_aux_loss_coef * aux_loss
         parts = {"lm_loss": lm_loss, "mtp_loss": mtp_loss, "aux_loss": aux_loss, "label_tokens": batch.label_count}
         return loss, {name: value.detach() for name, value in parts.items()}

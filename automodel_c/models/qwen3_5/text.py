@@ -24,7 +24,7 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, x, step):
-        """x [T, H] -> ([T, H], what `SparseMoE` tells of its routing, None for a dense MLP)."""
+        """x [T, H] -> ([T, H], its router's statistics, None for a dense MLP)."""
         mixer = self.self_attn if hasattr(self, "self_attn") else self.linear_attn
         mixed = mixer(self.input_layernorm(x), step)
         normed, x = self.post_attention_layernorm(mixed, residual=x)
@@ -43,12 +43,12 @@ class TextModel(nn.Module):
         self.recompute = False
 
     def forward(self, x, step):
-        """x [T, H], embeddings with media in place -> (hidden states [T, H] after the norm, [routing of a layer])."""
-        routing = []
+        """x [T, H], embeddings with media in place -> (hidden states [T, H] after the norm, each layer's statistics)."""
+        stats = []
         for layer in self.layers:
-            x, told = run(layer, self.recompute, x, step)
-            routing.append(told)
-        return self.norm(x), routing
+            x, routed = run(layer, self.recompute, x, step)
+            stats.append(routed)
+        return self.norm(x), stats
 
 
 def run(module, recompute, *inputs):
