@@ -125,9 +125,22 @@ def theirs(model, documents, **more):
     return {"loss": total, **gradients(model)}
 
 
+def well_conditioned(model):
+    """Lets the keys of gated delta nets resemble their queries. A document's first output is (q . k) times a value,
+    and a norm follows: where q . k is nearly 0, the rounding of one number decides the error of every gradient."""
+    with torch.no_grad():
+        for layer in model.model.language_model.layers:
+            if hasattr(layer, "linear_attn"):
+                mixer = layer.linear_attn
+                n = (len(mixer.conv1d.weight) - mixer.out_proj.in_features) // 2
+                for weight in (mixer.in_proj_qkv.weight, mixer.conv1d.weight):
+                    weight[n : 2 * n] = weight[:n] + 0.3 * weight[n : 2 * n]
+    return model
+
+
 def checkpoint(folder, family, *, seed=0, **options):
     """(transformers' model, ours from the files that it wrote)."""
-    model = models.build(family, seed=seed, **options)
+    model = well_conditioned(models.build(family, seed=seed, **options))
     model.save_pretrained(folder)
     return model, qwen3_5.load(folder)
 

@@ -128,7 +128,7 @@ def test_errors(name):
 
 
 def test_no_directory(tmp_path):
-    with pytest.raises(ValueError, match="is no directory with a config.json"):
+    with pytest.raises(ValueError, match=r"is no directory with a config\.json"):
         qwen3_5.load(tmp_path / "absent")
     with pytest.raises(TypeError, match="found int"):
         qwen3_5.load(3)

@@ -60,7 +60,7 @@ def test_auxiliary_loss_is_transformers(tmp_path):
 
 
 def test_auxiliary_loss_sees_real_tokens_and_its_option(tmp_path):
-    reference, model = packs.checkpoint(tmp_path, "qwen3_5_moe")
+    _, model = packs.checkpoint(tmp_path, "qwen3_5_moe")
     documents = packs.PACKS["mixed"]
     batch = packs.pack(documents)
     loss, metrics = model(batch)

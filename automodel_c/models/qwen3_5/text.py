@@ -43,7 +43,7 @@ class TextModel(nn.Module):
         self.recompute = False
 
     def forward(self, x, step):
-        """x [T, H], embeddings with media in place -> (hidden states [T, H] after the norm, each layer's statistics)."""
+        """x [T, H], embeddings with media in place -> (hidden states [T, H], normed; each layer's statistics)."""
         stats = []
         for layer in self.layers:
             x, routed = run(layer, self.recompute, x, step)
