@@ -134,7 +134,7 @@ def well_conditioned(model):
                 mixer = layer.linear_attn
                 n = (len(mixer.conv1d.weight) - mixer.out_proj.in_features) // 2
                 for weight in (mixer.in_proj_qkv.weight, mixer.conv1d.weight):
-                    weight[n : 2 * n] = weight[:n] + 0.3 * weight[n : 2 * n]
+                    weight[n : 2 * n] = weight[:n] + 0.1 * weight[n : 2 * n]
     return model
 
 
