@@ -146,14 +146,23 @@ def checkpoint(folder, family, *, seed=0, **options):
 
 
 def compare(found, naive, truth, name):
-    """The error rule on each kind of parameter: of all layers and runs side by side, each scaled to the size of its
-    truth by a power of two. One run is about one draw: its tensors share the rounding of one forward."""
+    """The error rule on each kind of parameter, of all layers and runs side by side.
+
+    How much rounding grows on the way is a property of a run, not of who rounds: it varies a hundredfold between random
+    models, and the worst of them would decide alone. So each run is scaled, by a power of two, to the geometric mean of
+    both errors: k times worse in all runs is still k times worse in the pool.
+    """
     pools = {}
     for runs in zip(found, naive, truth, strict=True):
         assert runs[0].keys() == runs[2].keys()
         for key, exact in runs[2].items():
-            scale = 2.0 ** -math.frexp(float(exact.abs().max()))[1]
+            scale = 2.0 ** -math.frexp(_noise(*(run[key].double() for run in runs)))[1]
             parts = [(run[key] * scale).flatten() for run in runs]
             pools.setdefault(re.sub(r"[.]\d+[.]", ".*.", key), []).append(parts)
     for key, draws in pools.items():
         assert_as_good_as(*(torch.cat(parts) for parts in zip(*draws, strict=True)), name=f"{name}: {key}")
+
+
+def _noise(found, naive, exact):
+    """The geometric mean of both errors, or the truth's size where there is none."""
+    return float(((found - exact).norm() * (naive - exact).norm()).sqrt()) or float(exact.norm())
