@@ -18,11 +18,13 @@ def moe(hidden, router_weight, gate_up, down, *, top_k, padding=None):
     """
     real = [t for t in range(len(hidden)) if padding is None or not padding[t]]
     p, chosen, weights = route(hidden[real], router_weight, top_k)
-    out = hidden.new_zeros(hidden.shape, dtype=torch.float64)
+    rows = [hidden.new_zeros(hidden.shape[1], dtype=torch.float64)] * len(hidden)
+    wide, gate_ups, downs = hidden.double(), gate_up.double().unbind(), down.double().unbind()
     for i, t in enumerate(real):
-        for e, w in zip(chosen[i].tolist(), weights[i], strict=True):
-            gate, up = (gate_up[e].double() @ hidden[t].double()).chunk(2)
-            out[t] = out[t] + w * (down[e].double() @ (gate * torch.sigmoid(gate) * up))
+        for e, w in zip(chosen[i].tolist(), weights[i].unbind(), strict=True):
+            gate, up = (gate_ups[e] @ wide[t]).chunk(2)
+            rows[t] = rows[t] + w * (downs[e] @ (gate * torch.sigmoid(gate) * up))
+    out = torch.stack(rows) if rows else hidden.double()
     load = torch.bincount(chosen.reshape(-1), minlength=len(router_weight)).double()
     return out, load, p.sum(0), len(real)
 
