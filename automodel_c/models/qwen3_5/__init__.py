@@ -6,7 +6,6 @@
 Needs torch and safetensors; configurations and checkpoints are transformers' without its code.
 """
 
-from . import _stopgap  # noqa: F401
 from .config import CONFIGS, Config, read_config
 from .model import Qwen3_5, load
 
