@@ -1,4 +1,6 @@
-"""What a batch may be: everything else is an error that names the key and both numbers, before anything is computed."""
+"""What a batch may be: everything else is an error that names the key and both numbers."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +26,8 @@ WRONG = {
     "an unknown key": ({"image_grid_hws": long(1)}, ValueError, "unknown key batch.image_grid_hws.*image_grid_thw"),
     "a list": ({"input_ids": [1, 2]}, TypeError, "input_ids must be a tensor, not list"),
     "float ids": ({"input_ids": torch.zeros(42)}, TypeError, "input_ids is torch.float32"),
+    "an id too large": ({"input_ids": torch.full((42,), 96)}, ValueError, r"input_ids\[0\] is 96, .* has 96 tokens"),
+    "a negative id": ({"input_ids": -torch.ones(42).long()}, ValueError, r"input_ids\[0\] is -1"),
     "a batch axis": ({"input_ids": torch.zeros(1, 42).long()}, ValueError, "input_ids has 2 axes, 1 are needed"),
     "labels of another length": ({"labels": torch.zeros(41).long()}, ValueError, "labels has 41 tokens, .*has 42"),
     "float labels": ({"labels": torch.zeros(42)}, TypeError, "labels is torch.float32"),
@@ -82,7 +86,10 @@ def test_image_tokens_in_padding_take_no_pixels(model):
     document = packs.document(10, ("image", 6, 8), 18, seed=1)
     padded = packs.pack([document], padding=4)
     assert (padded["input_ids"] == packs.IMAGE).sum() == 12 + 4
-    torch.testing.assert_close(model(padded)[0], model(packs.pack([document]))[0])
+    expected = model(padded)[0]
+    torch.testing.assert_close(expected, model(packs.pack([document]))[0])
+    padded["input_ids"][-4:] = torch.tensor([-1, 10**9, 96, packs.VIDEO])
+    assert torch.equal(model(padded)[0], expected)
 
 
 def test_one_document_needs_no_description(model):
@@ -114,4 +121,8 @@ def test_options(options, error, message):
 
 
 def test_one_rank_is_no_parallelism():
-    qwen3_5.load(qwen3_5.CONFIGS["35B-A3B"], device="meta", cp=None, tp=1, ep_size=1, activation_checkpointing="full")
+    one, two = SimpleNamespace(ranks=1), SimpleNamespace(size=lambda: 2)
+    config = qwen3_5.CONFIGS["35B-A3B"]
+    qwen3_5.load(config, device="meta", cp=one, tp=1, ep_size=None, activation_checkpointing="full")
+    with pytest.raises(NotImplementedError, match="runs on one rank of mesh so far"):
+        qwen3_5.load(config, device="meta", cp=one, mesh=two)

@@ -170,12 +170,17 @@ def _refuse_parallel(cp, parallel):
     for name, value in {"cp": cp, **parallel}.items():
         if name not in ("cp", *_PARALLEL):
             raise TypeError(f"load: unexpected keyword argument {name!r}")
-        ranks = value if isinstance(value, int) else next(
-            (getattr(value, k) for k in ("ranks", "world_size", "size") if isinstance(getattr(value, k, None), int)),
-            None if value is not None else 1,
-        )  # fmt: skip
+        ranks = _ranks(value)
         if ranks != 1:
             raise NotImplementedError(
                 f"load: {name}={value!r}: this model runs on one rank of {name} so far; data parallelism goes around "
                 "it (parallelize_qwen3_5)"
             )
+
+
+def _ranks(value):
+    """How many ranks an argument means: None, an int, or what tells `ranks` or `size()`."""
+    if value is None or isinstance(value, int):
+        return 1 if value is None else value
+    told = getattr(value, "ranks", getattr(value, "size", None))
+    return told() if callable(told) else told

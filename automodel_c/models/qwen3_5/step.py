@@ -63,12 +63,14 @@ class Batch:
         pack = _pack(given, tokens)
         self.ends = _ends(pack, tokens)
         real = self.ends > 0
-        types = _types(given, ids.cpu().numpy(), real, config)
+        host_ids = np.where(real, ids.cpu().numpy(), 0)  # padding may hold anything
+        _check_ids(host_ids, config.text.vocab_size)
+        types = _types(given, host_ids, real, config)
         self.media, grids = _media(given, types, config, device)
         positions = _positions(given, types, pack, grids, config)
         padding = None if real.all() else torch.from_numpy(~real).to(device)
         self.step = Step(pack, positions.to(device), padding)
-        self.input_ids = ids.to(device)
+        self.input_ids = torch.from_numpy(host_ids).to(device)
         self.labels, self.label_count = _labels(given, tokens, real, device)
         self.num_label_tokens = given.get("num_label_tokens", self.label_count)
 
@@ -108,6 +110,12 @@ def _ends(pack, tokens):
     inner = np.arange(len(first)) - (lengths.cumsum() - lengths).repeat(lengths)
     ends[first + inner] = pack.docs[:, 1].repeat(lengths)
     return ends
+
+
+def _check_ids(ids, vocab):
+    wrong = np.flatnonzero((ids < 0) | (ids >= vocab))
+    if len(wrong):
+        raise ValueError(f"batch: input_ids[{wrong[0]}] is {ids[wrong[0]]}, the vocabulary has {vocab} tokens")
 
 
 def _types(given, ids, real, config):
