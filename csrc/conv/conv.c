@@ -156,6 +156,8 @@ static am_status check(const am_conv_args *a, const am_exec *ex)
              am_dtype_name(x->dtype));
     AM_TRY(check_rows("x", x, x));
     AM_CHECK(ex->dev == AM_DEV_CPU, AM_ERR_UNSUPPORTED, "%s: there is a CPU kernel only, the tensors are on CUDA", fn);
+    AM_CHECK(w->dtype == AM_F32 || w->dtype == AM_BF16, AM_ERR_DTYPE, "%s: weight is %s, float32 or bfloat16 is needed",
+             fn, am_dtype_name(w->dtype));
     AM_CHECK(w->ndim == 2, AM_ERR_SHAPE, "%s: weight has %d axes, 2 are needed (channels, width)", fn, w->ndim);
     AM_CHECK(w->shape[1] >= 1, AM_ERR_SHAPE, "%s: weight has width 0, at least 1 is needed", fn);
     AM_CHECK(w->shape[1] <= AM_CONV_MAX_WIDTH, AM_ERR_UNSUPPORTED, "%s: weight has width %lld, 1 to %d are there", fn,
