@@ -103,7 +103,7 @@ SHAPES = [
 @DTYPES
 @pytest.mark.parametrize(("tokens", "size", "inner", "experts", "k"), SHAPES)
 def test_gate(isa, seed, tokens, size, inner, experts, k, dtype):
-    draws = draws_for(min(tokens * size, size * inner))
+    draws = draws_for(4 * min(tokens * size, size * inner))
     compare("moe", *(problem(tokens, size, inner, experts, k, dtype) for _ in range(draws)), top_k=k)
 
 
@@ -146,7 +146,7 @@ def test_padding(isa, seed, dtype):
     assert all(map(torch.equal, found, again))
 
 
-@settings(max_examples=25)
+@settings(max_examples=8)
 @given(
     seed=st.integers(0, 2**31),
     tokens=st.integers(0, 60),
@@ -262,20 +262,20 @@ def test_aux(isa, seed, dtype):
     inputs, padding = problem(50, 32, 8, 6, 2, dtype), torch.rand(50) < 0.3
 
     def mine(x, router):
-        return (amc.ops.moe(x, router, *inputs[2:], top_k=2, padding=padding, return_aux=True)[1],)
+        return (amc.ops.moe(x, router, *inputs[2:], top_k=2, padding=padding, return_aux=True)[1].reshape(1),)
 
     def formula(x, router, wide=torch.float32):
         p = torch.softmax(F.linear(x, router)[~padding], dim=-1, dtype=wide)
         load = F.one_hot(torch.topk(p, 2, dim=-1).indices, 6).sum((0, 1)).to(wide)
         return ((load * 6 / (2 * len(p))) * (p.sum(0) / len(p))).sum()[None]
 
-    one = [torch.ones(())]
+    one = [torch.ones(1)]
     a, b = run(mine, inputs[:2], one), run(formula, inputs[:2], one)
     truth = run(lambda x, r: formula(x, r, torch.float64), [x.double() for x in inputs[:2]], one)
     for part, (x, y, z) in enumerate(zip(a, b, truth, strict=True)):
-        assert_as_good_as(x.reshape(y.shape), y, z, name=f"aux[{part}]", dtype=dtype)
+        assert_as_good_as(x, y, z, name=f"aux[{part}]", dtype=dtype)
     _, load, prob_sum, rows = amc.ops.moe(*inputs, top_k=2, padding=padding, return_router_stats=True)
-    assert torch.equal(amc.ops.per_layer_aux_loss(load, prob_sum, rows, top_k=2), a[0])
+    assert torch.equal(amc.ops.per_layer_aux_loss(load, prob_sum, rows, top_k=2), a[0][0])
 
 
 def test_load_balancing_loss_is_transformers(seed):
