@@ -122,12 +122,12 @@ void moe_plan(const am_moe_args *a, const moe_row *row, bool backward, moe_job *
     job->depth_i = depth_of(row, job->inner);
     job->depth_2i = depth_of(row, 2 * job->inner);
     job->depth_e = depth_of(row, job->experts);
-    job->pair_columns = job->hidden > 1024 ? 32 : 64;
-    job->sum_columns = job->hidden > 1024 && job->inner <= 512 ? 128 : 64;
+    job->pair_columns = job->hidden > 1024 ? 32 : job->hidden > 512 ? 64 : 128;
+    job->sum_columns = am_min(128, am_round_up(larger(1, moe_blocks(job->hidden, 4)), 32));
     job->grad_columns = 128;
     while (job->grad_columns > row->nr && job->grad_columns > 32 && count_weight_tasks(job) < 32)
         job->grad_columns /= 2;
-    job->line = am_round_up(larger(job->experts, 2 * job->pair_columns), LINE);
+    job->line = am_round_up(larger(job->experts, job->pair_columns), LINE);
     moe_buffers unused;
     job->slot_bytes = place_buffers(job, NULL, &unused);
     job->n_slots = am_num_threads();

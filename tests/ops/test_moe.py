@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import automodel_c as amc
 from automodel_c import _amcore
+from automodel_c.ops import _alloc
 from automodel_c.reference import moe as reference
 from tests.numerics import assert_as_good_as, draws_for, pool
 from tests.strategies import with_layout
@@ -103,7 +104,7 @@ SHAPES = [
 @DTYPES
 @pytest.mark.parametrize(("tokens", "size", "inner", "experts", "k"), SHAPES)
 def test_gate(isa, seed, tokens, size, inner, experts, k, dtype):
-    draws = draws_for(min(tokens * size, size * inner))
+    draws = draws_for(4 * min(tokens * size, size * inner))
     compare("moe", *(problem(tokens, size, inner, experts, k, dtype) for _ in range(draws)), top_k=k)
 
 
@@ -146,7 +147,7 @@ def test_padding(isa, seed, dtype):
     assert all(map(torch.equal, found, again))
 
 
-@settings(max_examples=25)
+@settings(max_examples=8)
 @given(
     seed=st.integers(0, 2**31),
     tokens=st.integers(0, 60),
@@ -262,20 +263,20 @@ def test_aux(isa, seed, dtype):
     inputs, padding = problem(50, 32, 8, 6, 2, dtype), torch.rand(50) < 0.3
 
     def mine(x, router):
-        return (amc.ops.moe(x, router, *inputs[2:], top_k=2, padding=padding, return_aux=True)[1],)
+        return (amc.ops.moe(x, router, *inputs[2:], top_k=2, padding=padding, return_aux=True)[1].reshape(1),)
 
     def formula(x, router, wide=torch.float32):
         p = torch.softmax(F.linear(x, router)[~padding], dim=-1, dtype=wide)
         load = F.one_hot(torch.topk(p, 2, dim=-1).indices, 6).sum((0, 1)).to(wide)
-        return ((load * 6 / (2 * len(p))) * (p.sum(0) / len(p))).sum()[None]
+        return (((load * 6 / (2 * len(p))) * (p.sum(0) / len(p))).sum()[None],)
 
-    one = [torch.ones(())]
+    one = [torch.ones(1)]
     a, b = run(mine, inputs[:2], one), run(formula, inputs[:2], one)
     truth = run(lambda x, r: formula(x, r, torch.float64), [x.double() for x in inputs[:2]], one)
     for part, (x, y, z) in enumerate(zip(a, b, truth, strict=True)):
-        assert_as_good_as(x.reshape(y.shape), y, z, name=f"aux[{part}]", dtype=dtype)
+        assert_as_good_as(x, y, z, name=f"aux[{part}]", dtype=dtype)
     _, load, prob_sum, rows = amc.ops.moe(*inputs, top_k=2, padding=padding, return_router_stats=True)
-    assert torch.equal(amc.ops.per_layer_aux_loss(load, prob_sum, rows, top_k=2), a[0])
+    assert torch.equal(amc.ops.per_layer_aux_loss(load, prob_sum, rows, top_k=2), a[0][0])
 
 
 def test_load_balancing_loss_is_transformers(seed):
@@ -419,7 +420,8 @@ def test_compile_and_meta(seed):
     assert [tuple(x.shape) for x in meta] == [(12, 16), (5,), (5,), ()]
 
 
-def test_opcheck(seed):
+def test_operators_are_registered_rightly(seed, monkeypatch):
+    monkeypatch.setattr(_alloc, "empty", lambda shape, dtype, device: torch.empty(shape, dtype=dtype, device=device))
     inputs = [x.requires_grad_() for x in problem(6, 8, 4, 3, 2)]
     torch.library.opcheck(torch.ops.automodel_c.moe.default, (*inputs, None, 2, True))
     shared = [torch.randn(*s, requires_grad=True) for s in ((6, 8), (6, 8), (6, 1))]
@@ -475,6 +477,10 @@ def test_errors(changes, error, words):
         amc.ops.moe(**{"top_k": 2, **X, **changes})
 
 
+def same_bytes(a, b):
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
 def test_nothing_is_written_after_an_error(guarded):
     inputs = problem(6, 8, 4, 3, 2)
     outputs = [guarded((6, 8)), guarded(3, torch.int64), guarded(3), guarded((), torch.int64), guarded((6, 3))]
@@ -485,7 +491,7 @@ def test_nothing_is_written_after_an_error(guarded):
         _amcore.moe_forward(*outputs, scratch, *inputs, None, torch.zeros(11, 8), top_k=2)
     with pytest.raises(ValueError, match="moe: workspace has 9 bytes"):
         _amcore.moe_forward(*outputs, scratch[:9], *inputs, None, None, top_k=2)
-    assert all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(before, outputs, strict=True))
+    assert all(map(same_bytes, before, outputs))
     _amcore.moe_forward(*outputs, scratch, *inputs, None, None, top_k=2)
     chosen = outputs[5].clone()
     chosen[3, 1] = 3
@@ -495,7 +501,7 @@ def test_nothing_is_written_after_an_error(guarded):
     saved = [outputs[4], chosen, outputs[6], torch.zeros(12, 8)]
     with pytest.raises(ValueError, match=r"moe: chosen\[7\] is 3, there are 3 experts"):
         _amcore.moe_backward(backward, inputs[0], *inputs, *saved, dhidden=grad, top_k=2)
-    assert torch.equal(kept.view(torch.uint8), grad.view(torch.uint8))
+    assert same_bytes(kept, grad)
 
 
 # the shared expert
