@@ -48,7 +48,9 @@ def load(
     """
     _refuse_parallel(cp, parallel)
     if activation_checkpointing not in (False, True, "full", None):
-        raise ValueError(f"load: activation_checkpointing is {activation_checkpointing!r}, False, True or 'full' is")
+        raise ValueError(
+            f"load: activation_checkpointing is {activation_checkpointing!r}, False, True or 'full' is needed"
+        )
     if aux_loss not in _AUX_LOSS:
         raise ValueError(f"load: aux_loss is {aux_loss!r}, None, 'transformers' or 'per_layer' is needed")
     config = read_config(path_or_config)
