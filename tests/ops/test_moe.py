@@ -104,7 +104,7 @@ SHAPES = [
 @DTYPES
 @pytest.mark.parametrize(("tokens", "size", "inner", "experts", "k"), SHAPES)
 def test_gate(isa, seed, tokens, size, inner, experts, k, dtype):
-    draws = draws_for(4 * min(tokens * size, size * inner))
+    draws = draws_for(4 * tokens)  # a token's choice has few degrees of freedom
     compare("moe", *(problem(tokens, size, inner, experts, k, dtype) for _ in range(draws)), top_k=k)
 
 
