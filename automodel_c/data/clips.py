@@ -83,11 +83,11 @@ def _open(where):
 
 def _pictures(paths):
     def read(indices):
-        frames = []
-        for index in indices:
-            with Image.open(paths[index]) as image:
-                frames.append(np.asarray(image.convert("RGB")))
-        return frames
+        frames = {}
+        for path in {paths[index] for index in indices}:
+            with Image.open(path) as image:
+                frames[path] = np.asarray(image.convert("RGB"))
+        return [frames[paths[index]] for index in indices]
 
     return len(paths), None, read
 

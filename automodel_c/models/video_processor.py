@@ -114,8 +114,9 @@ class VideoProcessor:
 
 def video_processor_for(image_processor, folder=None, **keys):
     """The VideoProcessor beside a transformers image processor: patches of the same kind, normalized alike where
-    `folder` says nothing. folder: a model directory, whose video_preprocessor_config.json (or the video_processor of its
-    processor_config.json) is read. keys: what else VideoProcessor takes; None for what is told elsewhere."""
+    `folder` says nothing. folder: a model directory, whose video_preprocessor_config.json is read, or the
+    video_processor of its processor_config.json. keys: what else VideoProcessor takes; None for what is told elsewhere.
+    """
     told = {k: getattr(image_processor, k) for k in ("patch_size", "temporal_patch_size", "merge_size")}
     told |= {k: getattr(image_processor, k) for k in ("image_mean", "image_std")}
     stored = {k: v for k, v in _stored(folder).items() if k in _KEYS and v is not None}

@@ -58,7 +58,7 @@ def test_chat_jsonl_of_videos(with_clips, processor):
 def test_chat_jsonl_shuffle_deals_videos_among_videos(with_clips, processor):
     plain = ChatJsonlDataset(with_clips, processor)
     dealt = ChatJsonlDataset(with_clips, processor, shuffle_images=True, seed=3)
-    clips = [[part["video"] for part in parts] for parts in (sum(plain.videos, []), sum(dealt.videos, []))]
+    clips = [[part["video"] for parts in dataset.videos for part in parts] for dataset in (plain, dealt)]
     assert clips[0] != clips[1] and sorted(clips[0]) == sorted(clips[1])
     assert [len(parts) for parts in dealt.videos] == [len(parts) for parts in plain.videos] == [0] * 8 + [1] * 4
 

@@ -1,5 +1,6 @@
 """Frames, sizes, times and patches of clips against transformers' formulas, which run without torchvision."""
 
+import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -42,7 +43,7 @@ def test_frame_size(clip, least, size, tokens):
 
 
 def test_frame_size_refuses_a_line():
-    with pytest.raises(ValueError, match="20x5000|32x8000 has an aspect of 250, at most 200"):
+    with pytest.raises(ValueError, match="32x8000 has an aspect of 250, at most 200"):
         processor().frame_size(2, 20, 5000)
 
 
@@ -162,9 +163,8 @@ def test_saved_and_read_again(tmp_path):
 
 
 def test_reads_what_transformers_writes(tmp_path):
-    (tmp_path / "processor_config.json").write_text(
-        '{"video_processor": {"size": {"shortest_edge": 4096, "longest_edge": 25165824}, "fps": 1, "image_mean": [0, 0, 0]}}'
-    )
+    stored = {"size": {"shortest_edge": 4096, "longest_edge": 25165824}, "fps": 1, "image_mean": [0, 0, 0]}
+    (tmp_path / "processor_config.json").write_text(json.dumps({"video_processor": stored}))
     video = video_processor_for(Qwen2VLImageProcessorPil(patch_size=16), tmp_path)
     assert video.size["longest_edge"] == 25165824 and video.fps == 1 and video.image_mean == [0, 0, 0]
     assert video.image_std == list(Qwen2VLImageProcessorPil.image_std), "where the file says nothing, as images"

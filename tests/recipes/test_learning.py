@@ -9,7 +9,7 @@ from automodel_c.recipes.runtime import start_ranks
 
 from .conftest import DIGITS, data_at
 
-CHANCE = 0.15  # the held-out digits are even over ten classes
+CHANCE = 0.15  # the held-out digits are even over ten classes; of several digits in a clip it is less
 SHORT = (
     "step_scheduler.max_steps=36",
     "step_scheduler.global_batch_size=7",
