@@ -6,17 +6,37 @@ import torch
 TEXT, IMAGE, VIDEO = range(3)
 
 
-def mrope_positions(input_ids, image_grid_thw, image_token_id, merge_size):
-    """Axis positions (time, height, width) of every token.
+def media_types(input_ids, image_token_id, video_token_id=None):
+    """TEXT, IMAGE or VIDEO of every token, from its id: int64 of input_ids' shape (mm_token_type_ids)."""
+    types = (input_ids == image_token_id).to(torch.int64) * IMAGE
+    return types if video_token_id is None else types.masked_fill(input_ids == video_token_id, VIDEO)
 
-    input_ids: int64 [L]; each image is a run of t*(h/merge)*(w/merge) tokens equal to image_token_id.
-    image_grid_thw: int64 [n, 3] in patches, in order of appearance. Returns int64 [3, L].
-    Text advances all axes by one; an image holds one position in time, counts its rows and columns, and
+
+def mrope_positions(
+    input_ids, image_grid_thw, image_token_id, merge_size, *, video_grid_thw=None, video_token_id=None,
+    mm_token_type_ids=None, docs=None,
+):  # fmt: skip
+    """Axis positions (time, height, width) of every token: int64 [3, L], on the host.
+
+    input_ids: int64 [L]; an image is a run of t*(h/merge)*(w/merge) tokens equal to image_token_id, each of the t
+    frames of a video a run of (h/merge)*(w/merge) equal to video_token_id. image_grid_thw, video_grid_thw: int64
+    [n, 3] in patches, in order of appearance. mm_token_type_ids: int [L], 0 text, 1 image, 2 video, decides where it
+    is given. docs: int64 [N, 2], start and end of each document, None for a single one; positions begin at 0 in each.
+    Text advances all axes by one; a frame holds one position in time, counts its rows and columns, and
     advances by the longer side of its merged grid. ValueError when runs and grids disagree.
     """
-    types = np.where(input_ids.numpy() == image_token_id, IMAGE, TEXT)
-    docs = np.array([[0, len(types)]])
-    return torch.from_numpy(pack_positions(types, docs, image_grid_thw.numpy(), [], merge_size, "mrope_positions"))
+    if mm_token_type_ids is None:
+        types = media_types(input_ids, image_token_id, video_token_id)
+    elif mm_token_type_ids.shape == input_ids.shape:
+        types = mm_token_type_ids
+    else:
+        raise ValueError(
+            f"mrope_positions: mm_token_type_ids has shape {list(mm_token_type_ids.shape)},"
+            f" input_ids has {list(input_ids.shape)}"
+        )
+    docs = np.array([[0, types.numel()]]) if docs is None else docs
+    grids = [[] if grid is None else torch.as_tensor(grid).cpu().numpy() for grid in (image_grid_thw, video_grid_thw)]
+    return torch.from_numpy(pack_positions(types.cpu().numpy(), docs, *grids, merge_size, "mrope_positions"))
 
 
 def pack_positions(types, docs, image_grids, video_grids, merge_size, name):
