@@ -13,7 +13,10 @@ from .patch import patch_transformers
 from .processor import build_processor, load_processor, special_token_ids
 
 # keys that transformers takes besides the fields of its configuration classes
-_EXTRA_KEYS = {"": {"model_type"}, "text_config.": {"full_attention_interval", "partial_rotary_factor", "mtp_num_hidden_layers"}}
+_EXTRA_KEYS = {
+    "": {"model_type"},
+    "text_config.": {"full_attention_interval", "partial_rotary_factor", "mtp_num_hidden_layers"},
+}
 _CONFIGS_WITH_EXPERTS = ("qwen3_5_moe",)
 _CONFIGS = ("qwen3_5", *_CONFIGS_WITH_EXPERTS)
 

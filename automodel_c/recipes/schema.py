@@ -51,7 +51,9 @@ class Model:
     pretrained_model_name_or_path: str | None = None  # a local directory
     config: dict | None = None  # for from_config: keys of transformers' Qwen3_5MoeConfig
     attn_implementation: str = "sdpa"  # of transformers' definition as it comes
-    operators: str = "automodel_c"  # models.qwen3_5; or patched, transformers' on our operators; or transformers, as it is
+    operators: str = (
+        "automodel_c"  # models.qwen3_5; or patched, transformers' on our operators; or transformers, as it is
+    )
     torch_dtype: str = "float32"  # to compute in, where mp_policy.param_dtype does not say; masters are fp32
     backend: dict | None = only(None)
     text_config: dict | None = None  # overrides of the directory's text_config
