@@ -1,8 +1,8 @@
 """A training step's forward and backward on the model of examples/digits.yaml, beside transformers' own.
 
-The same fp32 weights and the same microbatch of packs. transformers' gated delta net knows no documents, so a pack would
-be another model to it: its model gets every conversation as a row, padded to the longest, which are the fewest tokens
-that it can take in one forward and give the same loss. Experts run in transformers' fastest ways on a CPU.
+The same fp32 weights and the same microbatch of packs. transformers' gated delta net knows no documents on a CPU, so a
+pack would be another model to it: its model gets every conversation as a row, padded to the longest, the fewest tokens
+that it can take in one forward and give the same loss. Experts run in each of transformers' ways.
 
     python -m benchmarks.recipes.bench_step
 
@@ -45,13 +45,14 @@ def cases():
     tokens, padded = OwnCalls.tokens(packed), rows["input_ids"].numel()
     assert TransformersCalls.tokens(rows) == tokens
     shape = f"{tokens} tokens, {len(conversations)} documents; rows of {rows['input_ids'].shape[1]}: {padded}"
-    peers = [
-        Peer(f"transformers, {name}", transformers.__version__, lambda _, twin=twin: _step(TransformersCalls, twin, rows, count))
-        for name, twin in twins.items()
-    ]  # fmt: skip
-    yield Case(
-        "step", "fwd+bwd", shape, "float32", _step(OwnCalls, ours, packed, count), _gate(twins["eager"], rows, count), peers,
-    )  # fmt: skip
+    peers = [_peer(name, twin, rows, count) for name, twin in twins.items()]
+    gate = _gate(twins["eager"], rows, count)
+    yield Case("step", "fwd+bwd", shape, "float32", _step(OwnCalls, ours, packed, count), gate, peers)
+
+
+def _peer(experts, model, rows, count):
+    call = _step(TransformersCalls, model, rows, count)
+    return Peer(f"transformers, {experts}", transformers.__version__, lambda _: call)
 
 
 PLAIN = ("packed_sequence.enabled=false", "loss_fn._target_=MaskedCrossEntropy")

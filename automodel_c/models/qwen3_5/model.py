@@ -97,9 +97,9 @@ class Qwen3_5(nn.Module):
             num_label_tokens, an int or a tensor: what the sum of losses is divided by, this batch's own when absent.
         Host tensors are best: plans are made on the host, the rest is moved to the model's device.
 
-        Returns (loss, metrics): loss, a float32 scalar, is lm_loss + 0.1 mtp_loss + aux_share router_aux_loss_coef aux_loss;
-        metrics, detached device tensors: lm_loss, mtp_loss (mean over depths), aux_loss, label_tokens. Where there is
-        no such part it is 0.
+        Returns (loss, metrics): loss, a float32 scalar, is lm_loss + 0.1 mtp_loss + aux_share * router_aux_loss_coef *
+        aux_loss; metrics, detached device tensors: lm_loss, mtp_loss (mean over depths), aux_loss, label_tokens. Where
+        there is no such part it is 0.
 
         ValueError and TypeError name the key, and both numbers where counts disagree.
         """
