@@ -4,6 +4,7 @@ import functools
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import automodel_c as amc
 from automodel_c.parallel import ContextParallel, wire
@@ -13,6 +14,7 @@ HEADS, DIM = (4, 2), 16
 
 # name -> documents (lengths and gaps as ids), for any number of ranks
 PACKS = {
+    "two-of-three": [1, 1, 1, 2, 2, 2, 0, 0],
     "inside": [1] * 8 + [2] * 8 + [3] * 8 + [4] * 8 + [5] * 8 + [6] * 8,
     "straddling": [1] * 6 + [2] * 6 + [3] * 4 + [4] * 17 + [5] * 3,
     "one": [1] * 41,
@@ -34,15 +36,14 @@ def inputs(tokens, dtype=torch.float32, heads=HEADS, dim=DIM, seed=0):
 
 @functools.cache
 def groups(name):
-    """The group that this rank is in: "world", or one row of a mesh "cp" of 2 x 2 ranks."""
+    """The group that this rank is in: "world", or an axis of a mesh of dp 2 x cp 2 ranks."""
     if name == "world":
         return dist.group.WORLD
-    rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    return rows[dist.get_rank() // 2]
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))[name].get_group()
 
 
 def run(ids, dtype=torch.float32, group="world", heads=HEADS, dim=DIM, seed=0, causal=True, poison=False, **options):
-    """(out, dq, dk, dv) of the whole pack, gathered, what went over the wire forward and in all, and the plan's word."""
+    """(out, dq, dk, dv) of the whole pack; bytes on the wire: forward, in all, as planned; rows that migrated."""
     cp = ContextParallel(groups(group))
     plan = cp.plan(doc_ids=ids, tokens=len(ids), **options)
     whole = inputs(len(ids), dtype, heads, dim, seed)
