@@ -1,4 +1,4 @@
-"""Planning and moving rows: the planner by its laws, the movers against the reference to the bit or by the error rule."""
+"""Planning and moving rows: the planner by its laws, the movers against the reference."""
 
 import math
 
@@ -98,7 +98,7 @@ LARGE = {
 def test_balanced_is_within_five_percent_of_the_mean(rng, name, causal, layout):
     docs = ends(LARGE[name](rng))
     for ranks in range(2, 33):
-        _, _, _, tasks, keys, queries, *_ = plan_of(docs, ranks, layout, "balanced", causal)
+        _, _, _, tasks, keys, *_ = plan_of(docs, ranks, layout, "balanced", causal)
         costs = costs_of(docs, tasks, ranks, causal)
         assert costs.max() <= 1.05 * costs.mean(), f"{ranks} ranks: {costs.max() / costs.mean()}"
         lengths = docs[:, 1] - docs[:, 0]

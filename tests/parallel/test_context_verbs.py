@@ -38,7 +38,9 @@ def test_known_layouts():
 def test_every_row_has_one_owner(ranks, tokens, layout):
     rows = held(ranks, tokens, layout)
     padded = -(-tokens // (2 * ranks)) * 2 * ranks
-    assert sorted(sum(rows, [])) == list(range(padded)) and {len(r) for r in rows} == {padded // ranks}
+    assert sorted(i for mine in rows for i in mine) == list(range(padded)) and {len(r) for r in rows} == {
+        padded // ranks
+    }
     plan = plan_for(ranks, 0, tokens, layout)
     for rank, mine in enumerate(rows):
         assert plan.local_row(np.array(mine, dtype=np.int64)).tolist() == list(range(len(mine)))
