@@ -23,7 +23,7 @@ PATH = Path(__file__).parents[1] / "automodel_c/parallel/prices/cpu_gloo.json"
 TOKENS, HEADS, KV_HEADS, DIM = 1024, 8, 2, 128
 
 
-def least(call, rounds=15):
+def least(call, rounds=31):
     """Seconds of the fastest call: a busy machine only ever adds."""
     call()
     times = []
