@@ -1,14 +1,16 @@
 """What a rank does in the tests of context parallelism, and the packs that they are run on."""
 
 import functools
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-import automodel_c as amc
+from automodel_c.ops import _alloc
 from automodel_c.parallel import ContextParallel, wire
 from automodel_c.parallel import attention as cp_attention
+from tests.guards import CheckedAllocator, Guards
 
 HEADS, DIM = (4, 2), 16
 
@@ -42,10 +44,21 @@ def groups(name):
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))[name].get_group()
 
 
-def run(ids, dtype=torch.float32, group="world", heads=HEADS, dim=DIM, seed=0, causal=True, poison=False, **options):
+def run(*args, poison=False, **options):
+    """`measured`; with ``poison`` padding holds NaN, and operators get poisoned memory between canaries."""
+    if not poison:
+        return measured(*args, **options)
+    allocator = CheckedAllocator(Guards())
+    with mock.patch.multiple(_alloc, empty=allocator.empty, workspace=allocator.workspace):
+        results = measured(*args, poison=True, **options)
+    allocator.guards.check()
+    return results
+
+
+def measured(ids, dtype=torch.float32, group="world", heads=HEADS, dim=DIM, seed=0, causal=True, poison=False, **kinds):
     """(out, dq, dk, dv) of the whole pack; bytes on the wire: forward, in all, as planned; rows that migrated."""
     cp = ContextParallel(groups(group))
-    plan = cp.plan(doc_ids=ids, tokens=len(ids), **options)
+    plan = cp.plan(doc_ids=ids, tokens=len(ids), **kinds)
     whole = inputs(len(ids), dtype, heads, dim, seed)
     local = [cp.shard(x, plan, fill=float("nan") if poison else 0) for x in whole]
     if poison:
@@ -67,10 +80,6 @@ def run(ids, dtype=torch.float32, group="world", heads=HEADS, dim=DIM, seed=0, c
     return results, forward, total, said, plan.attention(*heads, dim, dtype, causal=causal).migrated
 
 
-def one_rank(ids, dtype=torch.float32, heads=HEADS, dim=DIM, seed=0, causal=True):
-    """The same (out, dq, dk, dv) by `ops.attention`."""
-    q, k, v, dout = inputs(len(ids), dtype, heads, dim, seed)
-    q, k, v = (x.requires_grad_() for x in (q, k, v))
-    out = amc.ops.attention(q, k, v, doc_ids=torch.tensor(ids, dtype=torch.int64), causal=causal)
-    out.backward(dout)
-    return [out.detach(), q.grad, k.grad, v.grad]
+def run_all(cases, **options):
+    """`run` of every (ids, causal)."""
+    return [run(ids, causal=causal, **options) for ids, causal in cases]

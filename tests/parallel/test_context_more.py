@@ -85,7 +85,7 @@ def test_two_forwards_before_a_backward(ranks):
 
 
 def recomputed(ids):
-    """(results, bytes) of two layers: plain, and with each layer checkpointed."""
+    """out, gradient, bytes and exchanges of two layers: plain, checkpointed with what came in kept, and without."""
     cp = ContextParallel(dist.group.WORLD)
     plan = cp.plan(doc_ids=ids, scheme="balanced")
     x, _, _, dout = (cp.shard(t, plan) for t in worker.inputs(len(ids), heads=(4, 4)))
@@ -100,8 +100,11 @@ def recomputed(ids):
     def kept(x):
         return checkpoint(layer, x, use_reentrant=False, context_fn=checkpoint_context_fn)
 
+    def dropped(x):
+        return checkpoint(layer, x, use_reentrant=False)
+
     found = []
-    for run in (layer, kept):
+    for run in (layer, kept, dropped):
         before = wire.sent, wire.exchanges
         leaf = x.clone().requires_grad_()
         out = run(run(leaf))
@@ -112,10 +115,13 @@ def recomputed(ids):
 
 def test_recomputation_moves_no_rows(ranks):
     for found, layers in ranks.run(recomputed, PACKS["uneven"]):
-        (out, grad, sent, exchanges), (out_again, grad_again, sent_again, exchanges_again) = found
-        assert torch.equal(out, out_again) and torch.equal(grad, grad_again)
-        assert sent == sent_again > 0 and exchanges == exchanges_again == 2 * 2 * 3
-        assert layers == 2 + 2 + 2  # plain, checkpointed, and again in its backward: it did recompute
+        (out, grad, sent, exchanges), *others = found
+        for other in others:
+            assert torch.equal(out, other[0]) and torch.equal(grad, other[1])
+        kept, dropped = others
+        assert kept[2:] == (sent, exchanges) and sent > 0 and exchanges == 2 * 2 * 3
+        assert dropped[3] == exchanges + 2 * 3, "the plain checkpoint asks for the rows again"
+        assert layers == 2 + 4 + 4, "both checkpoints did recompute"
 
 
 def repeated(ids):

@@ -61,6 +61,17 @@ def test_every_rank_makes_the_same_plan(ids, ranks, layout):
     assert all((w.costs == works[0].costs).all() for w in works)
 
 
+@given(ids=doc_ids(60), ranks=st.integers(1, 5), layout=st.sampled_from(["contiguous", "round_robin"]))
+def test_pieces_are_the_documents_rows_by_rank(ids, ranks, layout):
+    plan = plan_for(ranks, 0, len(ids), layout, doc_ids=ids)
+    rows = held(ranks, len(ids), layout)
+    for rank, doc, begin, end, local in plan.pieces.tolist():
+        assert rows[rank][local : local + end - begin] == list(range(begin, end))
+        assert plan.docs[doc][0] <= begin < end <= plan.docs[doc][1]
+    found = sorted(i for _, _, begin, end, _ in plan.pieces.tolist() for i in range(begin, end))
+    assert found == [i for i, number in enumerate(ids) if number]
+
+
 def everything(tokens, layout):
     """Round trips of several dtypes, fills, and the gradients of shard and gather."""
     cp = ContextParallel(dist.group.WORLD)
