@@ -27,10 +27,10 @@ static attention_doc doc_of(const am_attention_args *a, int64_t n)
     const int64_t *const q = a->docs.data + 2 * n;
     const int64_t *const k = a->docs_k.present ? a->docs_k.data + 2 * n : q;
     attention_doc doc = {.q0 = q[0], .nq = q[1] - q[0], .k0 = k[0], .nk = k[1] - k[0], .columns = 1};
-    doc.column = attention_round(doc.nk, ATTENTION_KEYS);
+    doc.column = am_round_up(doc.nk, ATTENTION_KEYS);
     if (doc.nk > ATTENTION_COLUMN) {
-        const int64_t wanted = attention_min((doc.nk + ATTENTION_COLUMN - 1) / ATTENTION_COLUMN, ATTENTION_COLUMNS);
-        doc.column = attention_round((doc.nk + wanted - 1) / wanted, ATTENTION_KEYS);
+        const int64_t wanted = am_min((doc.nk + ATTENTION_COLUMN - 1) / ATTENTION_COLUMN, ATTENTION_COLUMNS);
+        doc.column = am_round_up((doc.nk + wanted - 1) / wanted, ATTENTION_KEYS);
         doc.columns = (doc.nk + doc.column - 1) / doc.column;
     }
     return doc;
@@ -53,12 +53,12 @@ static int cost_class(const attention_job *job, const attention_doc *doc, attent
     const int64_t rows = doc->nq * job->group;
     uint64_t cost = 4;
     if (kind == ATTENTION_FORWARD) {
-        const int64_t end = attention_min(rows, (index + 1) * ATTENTION_ROWS);
+        const int64_t end = am_min(rows, (index + 1) * ATTENTION_ROWS);
         cost += (uint64_t)(end - index * ATTENTION_ROWS) * (uint64_t)(attention_limit(job, doc, end - 1) + 64);
     } else if (kind == ATTENTION_BACKWARD) {
-        const int64_t first = index * doc->column, keys = attention_min(doc->nk - first, doc->column);
+        const int64_t first = index * doc->column, keys = am_min(doc->nk - first, doc->column);
         const int64_t unseen = job->a->causal ? (first + doc->nq - doc->nk) * job->group : 0;
-        const int64_t seeing = rows - attention_min(rows, unseen < 0 ? 0 : unseen);
+        const int64_t seeing = rows - am_min(rows, unseen < 0 ? 0 : unseen);
         cost += (uint64_t)(keys + 64) * (uint64_t)(seeing + 64);
     }
     const int octave = 63 - __builtin_clzll(cost);
@@ -156,13 +156,13 @@ am_status attention_plan(const am_attention_args *a, const attention_row *row, b
     *job = (attention_job){.a = a, .row = row, .backward = backward, .n_docs = a->docs.n / 2, .heads = a->k.shape[1]};
     job->group = a->q.shape[1] / job->heads;
     job->dim = a->q.shape[2];
-    job->padded_dim = attention_round(job->dim, ATTENTION_GRAIN);
+    job->padded_dim = am_round_up(job->dim, ATTENTION_GRAIN);
     int64_t counts[4] = {0};
     for (int64_t n = 0; n < job->n_docs; n++) {
         const attention_doc doc = doc_of(a, n);
         for (int kind = 0; kind < 4; kind++)
             counts[kind] += count_units(job, &doc, (attention_kind)kind) * job->heads;
-        job->packed_rows += attention_round(doc.nk, ATTENTION_GRAIN);
+        job->packed_rows += am_round_up(doc.nk, ATTENTION_GRAIN);
         job->partial_rows += doc.columns > 1 ? doc.columns * doc.nq * a->q.shape[1] : 0;
         job->longest_column = doc.column > job->longest_column ? doc.column : job->longest_column;
     }
@@ -182,7 +182,7 @@ am_status attention_layout(attention_job *job, const am_tensor *workspace)
     const size_t given = (size_t)workspace->shape[0];
     AM_CHECK(given >= least, AM_ERR_SHAPE, "attention: workspace has %zu bytes, %zu are needed", given, least);
     job->slots = start + shared;
-    job->n_slots = attention_min(AM_MAX_THREADS, (int64_t)((given - shared - LINE) / job->slot_bytes));
+    job->n_slots = am_min(AM_MAX_THREADS, (int64_t)((given - shared - LINE) / job->slot_bytes));
     memset(job->busy, 0, AM_MAX_THREADS * sizeof *job->busy);
     int64_t packed = 0, partial = 0;
     for (int64_t n = 0; n < job->n_docs; n++) {
@@ -190,7 +190,7 @@ am_status attention_layout(attention_job *job, const am_tensor *workspace)
         *doc = doc_of(job->a, n);
         doc->packed = packed;
         doc->partial = partial;
-        packed += attention_round(doc->nk, ATTENTION_GRAIN);
+        packed += am_round_up(doc->nk, ATTENTION_GRAIN);
         partial += doc->columns > 1 ? doc->columns * doc->nq * job->heads * job->group : 0;
     }
     return AM_OK;

@@ -14,6 +14,7 @@
 
 #include <stdatomic.h>
 
+#include "am_product.h"
 #include "attention.h"
 
 enum {
@@ -49,13 +50,6 @@ typedef struct attention_buffers { /* one task's scratch; `void` holds packed el
     void *kt, *vt, *k;             /* [column, padded_dim] in panels */
     float *dk, *dv;                /* [column, padded_dim] */
 } attention_buffers;
-
-typedef struct attention_product { /* one block of C = A B, or C += A B; strides in words (packed: 4 bytes) */
-    const void *a, *b;             /* b: a panel, NR words a step of the depth */
-    float *c;
-    int64_t a_row, a_depth, c_row, depth;
-    bool add;
-} attention_product;
 
 typedef struct attention_job attention_job;
 typedef void (*attention_fn)(const attention_job *, const attention_task *, const attention_buffers *);
@@ -93,10 +87,6 @@ am_status attention_layout(attention_job *job, const am_tensor *workspace);
 
 /* Runs all tasks of one kind, costly ones first. */
 void attention_run(attention_job *job, attention_kind kind);
-
-static inline int64_t attention_round(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
-
-static inline int64_t attention_min(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* Keys that a row of the document sees. */
 static inline int64_t attention_limit(const attention_job *job, const attention_doc *doc, int64_t row)
