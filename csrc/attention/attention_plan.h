@@ -12,9 +12,8 @@
 #ifndef AM_ATTENTION_PLAN_H
 #define AM_ATTENTION_PLAN_H
 
-#include <stdatomic.h>
-
 #include "am_product.h"
+#include "am_slots.h"
 #include "attention.h"
 
 enum {
@@ -71,10 +70,7 @@ struct attention_job {
     attention_task *tasks;
     char *packed_k, *packed_v; /* forward: transposed keys, and values, in panels */
     float *partial;            /* backward: [partial rows, dim] */
-    char *slots;               /* scratch of the tasks that run at one time */
-    atomic_flag *busy;
-    int64_t n_slots;
-    size_t slot_bytes;
+    am_slots slots;
     int64_t n_tasks, packed_rows, partial_rows, longest_column; /* sizes of the above */
 };
 

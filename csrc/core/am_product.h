@@ -3,7 +3,7 @@
  * A kernel file picks one of each, in this order, after its target pragma:
  *
  *   am_vec_scalar.inc | am_vec_avx2.inc | am_vec_avx512.inc    vf of VL floats: vload vstore vset vadd vsub vmul vdiv
- *       vfma vmax vround vscalb vzero_below vhsum vhmax vfirst vload_bf16
+ *       vfma vmax vround vscalb vzero_below vhsum vhmax vfirst vload_bf16 vtranspose
  *   am_vec_exp.inc                                             vexp
  *   am_words_fp32.inc | am_words_bf16.inc                      word: KU elements along the depth; NR words a step of B
  *   am_tile.inc | am_tile_amx.inc                              tile of MR or MR_TAIL rows; begin() and end() around it
