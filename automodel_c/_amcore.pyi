@@ -95,6 +95,47 @@ def attention_backward(
     causal: bool,
 ) -> None: ...
 
+# gdn
+def gated_delta_rule_workspace(q: Tensor, v: Tensor, docs: Index, *, backward: bool) -> int: ...
+def gated_delta_rule_forward(
+    o: Tensor,
+    workspace: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    docs: Index,
+    initial: Tensor | None = None,
+    final: Tensor | None = None,
+    states: Tensor | None = None,
+    *,
+    scale: float,
+    l2norm: bool,
+) -> None: ...
+def gated_delta_rule_backward(
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dg: Tensor,
+    dbeta: Tensor,
+    workspace: Tensor,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    docs: Index,
+    initial: Tensor | None = None,
+    states: Tensor | None = None,
+    dfinal: Tensor | None = None,
+    dinitial: Tensor | None = None,
+    *,
+    scale: float,
+    l2norm: bool,
+) -> None: ...
+
 # loss
 def cross_entropy_forward(
     loss: Tensor,

@@ -1,6 +1,7 @@
 """The operators: one file each, differentiable, registered with torch as custom ops."""
 
 from automodel_c.ops.attention import attention
+from automodel_c.ops.gdn import gated_delta_rule
 from automodel_c.ops.loss import cross_entropy, linear_cross_entropy
 from automodel_c.ops.mlp import gelu, sigmoid_gate, swiglu
 from automodel_c.ops.norm import gated_rms_norm, layer_norm, rms_norm
@@ -9,6 +10,7 @@ from automodel_c.ops.rope import mrope, vision_rope
 __all__ = [
     "attention",
     "cross_entropy",
+    "gated_delta_rule",
     "gated_rms_norm",
     "gelu",
     "layer_norm",
