@@ -6,6 +6,7 @@ from automodel_c.parallel.context import ContextParallel
 from automodel_c.parallel.exchange import wire
 from automodel_c.parallel.faults import RankFailure
 from automodel_c.parallel.fsdp_hooks import install_comm_hooks
+from automodel_c.parallel.gdn import gated_delta_rule
 from automodel_c.parallel.grad_reduction import grad_reduction_from_config, set_grad_reduction, sum_gradients
 from automodel_c.parallel.plan import ContextPlan, Prices
 from automodel_c.parallel.recompute import checkpoint_context_fn
@@ -18,6 +19,7 @@ __all__ = [
     "attention",
     "checkpoint_context_fn",
     "faults",
+    "gated_delta_rule",
     "grad_reduction_from_config",
     "install_comm_hooks",
     "set_grad_reduction",

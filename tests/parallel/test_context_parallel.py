@@ -48,8 +48,6 @@ def check_bytes(results):
 def test_attention_is_that_of_one_rank(rank_pools, world, layout, scheme):
     for causal in (True, False):
         for ids in PACKS.values():
-            results = rank_pools(world).run(
-                worker.run, ids, causal=causal, layout=layout, scheme=scheme, poison=True
-            )
+            results = rank_pools(world).run(worker.run, ids, causal=causal, layout=layout, scheme=scheme, poison=True)
             check(results, ids, causal=causal)
             check_bytes(results)
