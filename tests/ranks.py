@@ -64,7 +64,7 @@ class RankPool:
         self._ranks = []
 
     def run(self, function, *args, timeout=TIMEOUT_S, grace=GRACE_S, **options):
-        """Call the top-level ``function(*args, **options)`` on all ranks: the results in rank order, or `RanksFailed`."""
+        """Call the top-level ``function(*args, **options)`` on all ranks; results in rank order, or `RanksFailed`."""
         if not self._ranks or any(not r.process.is_alive() for r in self._ranks):
             self.close()
             self._start()

@@ -13,7 +13,7 @@ import weakref
 
 import torch.distributed as dist
 
-from .faults import RankFailure, _ports, _words
+from .faults import RankFailure, _lost_connection, _ports, _words
 from .sockets import cut_connections
 
 _SPELL = datetime.timedelta(seconds=0.5)
@@ -32,7 +32,7 @@ def everywhere(group):
     except RankFailure:
         raise
     except Exception as error:
-        if group is not None:
+        if group is not None and not _lost_connection(error):  # then another rank failed, and is looked for
             note = {"rank": dist.get_rank(), "message": _words(error)}
             _store().compare_set(_key(group, _next(group)), "", json.dumps(note))
         raise

@@ -54,10 +54,13 @@ class Route:
 
     @classmethod
     def of(cls, moves, rank, ranks, rows_in, rows_out):
-        """``moves``: int64 [M, 5] of the whole group, (src, dst, row at src, row at dst, rows), sorted by dst."""
+        """``moves``: int64 [M, 5] of the whole group, the same on every rank: (src, dst, row at src, row at dst, rows).
+
+        Rows with src == dst stay on their rank. No two moves put into the same row of a rank.
+        """
         src, dst = moves[:, 0], moves[:, 1]
         out, back = moves[(src == rank) & (dst != rank)], moves[(dst == rank) & (src != rank)]
-        back = back[np.argsort(back[:, 0], kind="stable")]
+        out, back = (part[np.argsort(part[:, peer], kind="stable")] for part, peer in ((out, 1), (back, 0)))
         count = functools.partial(np.bincount, minlength=ranks)
         return cls(
             sends=_triples(out[:, 2], _starts(out[:, 4]), out[:, 4]),

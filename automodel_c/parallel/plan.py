@@ -69,6 +69,18 @@ class ContextPlan:
         return self.chunk_at[chunk] + row - chunk * self.chunk
 
     @functools.cached_property
+    def pieces(self):
+        """int64 [n, 5]: rank, doc, begin, end, local row: the rows of a document that lie together on a rank.
+
+        By rank and place; documents of length 0 have none. A document goes on at the rank that holds row ``end``.
+        """
+        home = _amcore.exchange_plan(
+            self.docs.flatten(), self.owners, tokens=self.padded, ranks=self.ranks, scheme="home", causal=True,
+            prices=[0.0] * 4,
+        )[0]  # fmt: skip
+        return np.concatenate([home[:, :4], self.local_row(home[:, 2])[:, None]], axis=1)
+
+    @functools.cached_property
     def gather_route(self):
         """Every rank's real rows to every rank, in the order of the pack."""
         begins = np.arange(len(self.owners)) * self.chunk
@@ -167,7 +179,6 @@ class AttentionPlan:
     def outputs(self):
         """Route of outputs from the query buffers home into the shards."""
         home = self.query_moves[:, [1, 0, 3, 2, 4]]
-        home = home[np.argsort(home[:, 1], kind="stable")]
         return Route.of(home, self.plan.rank, self.plan.ranks, self.queries.rows_out, self.plan.local)
 
     @functools.cached_property
@@ -247,7 +258,12 @@ class Prices:
 
     def of_attention(self, width, dtype, query_bytes, key_bytes):
         """Of a score, a query row (to and fro, both passes), a key row (both passes), a message, for exchange_plan."""
-        score = self.score[str(dtype).removeprefix("torch.")]
+        name = str(dtype).removeprefix("torch.")
+        if name not in self.score:
+            raise ValueError(
+                f"plan: the prices ({self.source}) have no score of {name}, only of {', '.join(self.score)}"
+            )
+        score = self.score[name]
         return [score * width, 4 * query_bytes * self.byte, 2 * key_bytes * self.byte, 2 * self.message]
 
 

@@ -67,10 +67,9 @@ static am_status check_moves(const char *fn, const char *name, const am_i64_arra
 {
     AM_CHECK(moves->n % 3 == 0, AM_ERR_SHAPE, "%s: %s has %lld numbers, a multiple of 3 is needed", fn, name,
              (long long)moves->n);
-    const int64_t from_rows = reverse ? out->shape[0] : x->shape[0];
-    const int64_t to_rows = reverse ? x->shape[0] : out->shape[0];
+    const int64_t from_rows = x->shape[0], to_rows = out->shape[0];
     for (int64_t i = 0; i < moves->n; i += 3) {
-        const int64_t from = moves->data[i], to = moves->data[i + 1], rows = moves->data[i + 2];
+        const int64_t from = moves->data[i + reverse], to = moves->data[i + !reverse], rows = moves->data[i + 2];
         AM_CHECK(rows >= 0 && from >= 0 && from <= from_rows && rows <= from_rows - from, AM_ERR_ARG,
                  "%s: %s[%lld] takes %lld rows from %lld, there are %lld", fn, name, (long long)(i / 3),
                  (long long)rows, (long long)from, (long long)from_rows);

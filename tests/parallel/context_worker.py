@@ -1,18 +1,22 @@
 """What a rank does in the tests of context parallelism, and the packs that they are run on."""
 
 import functools
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
-import automodel_c as amc
+from automodel_c.ops import _alloc
 from automodel_c.parallel import ContextParallel, wire
 from automodel_c.parallel import attention as cp_attention
+from tests.guards import CheckedAllocator, Guards
 
 HEADS, DIM = (4, 2), 16
 
 # name -> documents (lengths and gaps as ids), for any number of ranks
 PACKS = {
+    "two-of-three": [1, 1, 1, 2, 2, 2, 0, 0],
     "inside": [1] * 8 + [2] * 8 + [3] * 8 + [4] * 8 + [5] * 8 + [6] * 8,
     "straddling": [1] * 6 + [2] * 6 + [3] * 4 + [4] * 17 + [5] * 3,
     "one": [1] * 41,
@@ -34,17 +38,27 @@ def inputs(tokens, dtype=torch.float32, heads=HEADS, dim=DIM, seed=0):
 
 @functools.cache
 def groups(name):
-    """The group that this rank is in: "world", or one row of a mesh "cp" of 2 x 2 ranks."""
+    """The group that this rank is in: "world", or an axis of a mesh of dp 2 x cp 2 ranks."""
     if name == "world":
         return dist.group.WORLD
-    rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    return rows[dist.get_rank() // 2]
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))[name].get_group()
 
 
-def run(ids, dtype=torch.float32, group="world", heads=HEADS, dim=DIM, seed=0, causal=True, poison=False, **options):
-    """(out, dq, dk, dv) of the whole pack, gathered, what went over the wire forward and in all, and the plan's word."""
+def run(*args, poison=False, **options):
+    """`measured`; with ``poison`` padding holds NaN, and operators get poisoned memory between canaries."""
+    if not poison:
+        return measured(*args, **options)
+    allocator = CheckedAllocator(Guards())
+    with mock.patch.multiple(_alloc, empty=allocator.empty, workspace=allocator.workspace):
+        results = measured(*args, poison=True, **options)
+    allocator.guards.check()
+    return results
+
+
+def measured(ids, dtype=torch.float32, group="world", heads=HEADS, dim=DIM, seed=0, causal=True, poison=False, **kinds):
+    """(out, dq, dk, dv) of the whole pack; bytes on the wire: forward, in all, as planned; rows that migrated."""
     cp = ContextParallel(groups(group))
-    plan = cp.plan(doc_ids=ids, tokens=len(ids), **options)
+    plan = cp.plan(doc_ids=ids, tokens=len(ids), **kinds)
     whole = inputs(len(ids), dtype, heads, dim, seed)
     local = [cp.shard(x, plan, fill=float("nan") if poison else 0) for x in whole]
     if poison:
@@ -66,10 +80,6 @@ def run(ids, dtype=torch.float32, group="world", heads=HEADS, dim=DIM, seed=0, c
     return results, forward, total, said, plan.attention(*heads, dim, dtype, causal=causal).migrated
 
 
-def one_rank(ids, dtype=torch.float32, heads=HEADS, dim=DIM, seed=0, causal=True):
-    """The same (out, dq, dk, dv) by `ops.attention`."""
-    q, k, v, dout = inputs(len(ids), dtype, heads, dim, seed)
-    q, k, v = (x.requires_grad_() for x in (q, k, v))
-    out = amc.ops.attention(q, k, v, doc_ids=torch.tensor(ids, dtype=torch.int64), causal=causal)
-    out.backward(dout)
-    return [out.detach(), q.grad, k.grad, v.grad]
+def run_all(cases, **options):
+    """`run` of every (ids, causal)."""
+    return [run(ids, causal=causal, **options) for ids, causal in cases]

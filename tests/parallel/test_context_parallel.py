@@ -1,4 +1,6 @@
-"""Attention of a pack over several gloo ranks: out and every gradient are those of one rank, and bytes are the plan's."""
+"""Attention of a pack over gloo ranks: out and every gradient are those of one rank, and bytes are the plan's."""
+
+import itertools
 
 import pytest
 import torch
@@ -11,8 +13,14 @@ from tests.ops.test_attention import run as run_one
 from tests.parallel import context_worker as worker
 from tests.parallel.context_worker import DIM, HEADS, PACKS
 
-SCHEMES = [("contiguous", "home"), ("contiguous", "balanced"), ("contiguous", "auto"), ("round_robin", "home"),
-           ("round_robin", "balanced")]  # fmt: skip
+CASES = [
+    *(
+        pytest.param(2, *kind)
+        for kind in itertools.product(("contiguous", "round_robin"), ("home", "balanced", "auto"))
+    ),
+    *(pytest.param(ranks, *kind) for ranks in (3, 4) for kind in (("contiguous", "balanced"), ("round_robin", "home"))),
+    pytest.param(3, "contiguous", "home"),
+]
 
 
 def check(results, ids, dtype=torch.float32, heads=HEADS, dim=DIM, seed=0, causal=True):
@@ -43,11 +51,12 @@ def check_bytes(results):
     assert sum(r[1][0] for r in results) == sum(r[1][1] for r in results)
 
 
-@pytest.mark.parametrize(("layout", "scheme"), SCHEMES)
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize(("world", "layout", "scheme"), CASES)
 def test_attention_is_that_of_one_rank(rank_pools, world, layout, scheme):
-    for causal in (True, False):
-        for ids in PACKS.values():
-            results = rank_pools(world).run(worker.run, ids, causal=causal, layout=layout, scheme=scheme, poison=True)
-            check(results, ids, causal=causal)
-            check_bytes(results)
+    cases = [(ids, True) for ids in PACKS.values()] + [
+        (PACKS[name], False) for name in ("straddling", "gaps", "uneven")
+    ]
+    found = rank_pools(world).run(worker.run_all, cases, layout=layout, scheme=scheme, poison=True)
+    for (ids, causal), results in zip(cases, zip(*found, strict=True), strict=True):
+        check(results, ids, causal=causal)
+        check_bytes(results)
