@@ -6,8 +6,8 @@ import torch
 def gated_delta_rule(q, k, v, g, beta, docs, *, scale=None, qk_l2norm=True, initial_state=None):
     """The recurrence of each document, token by token, by autograd-friendly torch operations.
 
-    q, k [T, Hk, Dk], v [T, Hv, Dv], g and beta [T, Hv] in any floating dtype; docs [N, 2] starts and ends; initial_state
-    [N, Hv, Dk, Dv] or None for 0. Returns o [T, Hv, Dv], 0 outside the documents, and the final states.
+    q, k [T, Hk, Dk], v [T, Hv, Dv], g and beta [T, Hv] in any floating dtype; docs [N, 2] starts and ends;
+    initial_state [N, Hv, Dk, Dv] or None for 0. Returns o [T, Hv, Dv], 0 outside the documents, and the final states.
     """
     scale = q.shape[2] ** -0.5 if scale is None else scale
     group = v.shape[1] // k.shape[1]

@@ -65,6 +65,7 @@ static void place_backward(const gdn_job *job, char *base, size_t *at, gdn_buffe
     b->k_panels = floats(base, at, GDN_CHUNK * dk);
     b->dq = floats(base, at, GDN_CHUNK * dk);
     b->dk = floats(base, at, GDN_CHUNK * dk);
+    b->own = floats(base, at, GDN_CHUNK * dk);
     b->dots = floats(base, at, 4 * GDN_CHUNK);
 }
 
@@ -85,11 +86,11 @@ static size_t place_buffers(const gdn_job *job, char *base, gdn_buffers *b)
     b->head.lo = floats(base, &at, GDN_CHUNK);
     b->head.e = floats(base, &at, GDN_CHUNK);
     b->head.f = floats(base, &at, GDN_CHUNK);
+    b->head.r = floats(base, &at, GDN_CHUNK);
     b->head.beta = floats(base, &at, GDN_CHUNK);
     b->head.d = floats(base, &at, GDN_SQUARE);
     b->head.a = floats(base, &at, GDN_SQUARE);
     b->head.p = floats(base, &at, GDN_SQUARE);
-    b->qe = floats(base, &at, GDN_CHUNK * dk);
     b->rows = floats(base, &at, GDN_CHUNK * widest);
     b->panel = floats(base, &at, GDN_CHUNK * GDN_PAD);
     b->more_panel = floats(base, &at, GDN_CHUNK * GDN_PAD);

@@ -37,9 +37,10 @@ typedef struct gdn_task {
 
 typedef struct gdn_head { /* what one value head has of one chunk; rows beyond the chunk's are 0 */
     float *hi, *lo;       /* [CHUNK]: c in two floats */
-    float *e, *f, *beta;  /* [CHUNK]: exp(c), exp(c_last - c) */
+    float *e, *f, *r;     /* [CHUNK]: exp(c), exp(c_last - c), exp(c - c_first) */
+    float *beta;          /* [CHUNK] */
     float *d, *a, *p;     /* [CHUNK, CHUNK]: D, -A, P, 0 above the diagonal */
-    float decay;          /* exp(c_last) */
+    int64_t last;         /* row of c_last */
 } gdn_head;
 
 typedef struct gdn_buffers {      /* one task's scratch. panels: of the kernel's NR columns, [columns / NR][rows][NR] */
@@ -48,7 +49,7 @@ typedef struct gdn_buffers {      /* one task's scratch. panels: of the kernel's
     float *kt;                    /* k transposed, in panels */
     float *kk, *qk;               /* [CHUNK, CHUNK]: lower parts of k k^T and q k^T */
     gdn_head head;
-    float *qe;                 /* [CHUNK, dk]: exp(c) q */
+    float *own;                /* [CHUNK, padded dk]: gradient of k as the left factor of A, over beta */
     float *rows, *more_rows;   /* [CHUNK, widest] */
     float *panel, *more_panel; /* [CHUNK, NR] */
     float *state;  /* forward: [group], backward: [step chunks, group], of [padded dk, padded dv] in panels */
