@@ -95,6 +95,35 @@ def attention_backward(
     causal: bool,
 ) -> None: ...
 
+# conv
+def causal_conv1d_forward(
+    y: Tensor,
+    final_state: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    docs: Index,
+    *,
+    silu: bool,
+) -> None: ...
+def causal_conv1d_backward(
+    dx: Tensor,
+    dweight: Tensor | None,
+    dbias: Tensor | None,
+    dstate: Tensor | None,
+    partials: Tensor,
+    dy: Tensor,
+    dfinal: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    docs: Index,
+    *,
+    silu: bool,
+) -> None: ...
+
 # exchange
 def exchange_plan(
     docs: Index, owners: Index, *, tokens: int, ranks: int, prices: Sequence[float], scheme: str, causal: bool
@@ -102,6 +131,22 @@ def exchange_plan(
 def exchange_copy(out: Tensor, x: Tensor, moves: Index, *, reverse: bool) -> None: ...
 def exchange_sum(
     out: Tensor, x: Tensor, own: Tensor, moves: Index, own_moves: Index, *, own_after: int, reverse: bool
+) -> None: ...
+
+# gate
+def gdn_gate_forward(g: Tensor, beta: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> None: ...
+def gdn_gate_backward(
+    da: Tensor,
+    db: Tensor,
+    dA_log: Tensor,
+    ddt_bias: Tensor,
+    partials: Tensor,
+    dg: Tensor,
+    dbeta: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
 ) -> None: ...
 
 # gdn

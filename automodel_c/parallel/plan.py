@@ -104,8 +104,8 @@ class ContextPlan:
         return self._attention[key]
 
     def explain(
-        self, heads=32, kv_heads=2, dim=256, dtype=torch.bfloat16, *, causal=True, states=(64, 128, 128), channels=12288,
-        width=4,
+        self, heads=32, kv_heads=2, dim=256, dtype=torch.bfloat16, *, causal=True, states=(64, 128, 128),
+        channels=12288, width=4,
     ):  # fmt: skip
         """Text: what each rank computes, receives and sends in one attention layer, and why rows migrate or stay.
 

@@ -1,7 +1,7 @@
 """Documents that go on from one rank to the next, and what must go with them: states and halo rows, on the host.
 
-A span is a run of rows that one rank holds without a gap in the pack. Everything here is about spans, so that a rank may
-hold several (``layout="round_robin"``).
+A span is a run of rows that one rank holds without a gap in the pack. Everything here is about spans, so that a rank
+may hold several (``layout="round_robin"``).
 """
 
 import dataclasses
@@ -78,7 +78,7 @@ class Straddles:
 
     @functools.cached_property
     def parts(self):
-        """This rank's `Part`s in the order of its rows. See `anchor` for the last."""
+        """This rank's `Part`s in the order of its rows, and its anchor."""
         parts = []
         for span in np.flatnonzero(self.owner == self.plan.rank):
             parts += self._parts_of(int(span))
@@ -101,7 +101,7 @@ class Straddles:
         return parts
 
     def _anchor(self, parts):
-        """A part without rows for a rank that sends or receives nothing: its graph has the exchange in it all the same."""
+        """A part without rows where nothing is sent or received, so that every rank's graph has the exchange in it."""
         came, goes = any(p.came for p in parts), any(p.goes for p in parts)
         return [] if came and goes else [Part(0, np.zeros((0, 2), np.int64), came=not came, goes=not goes)]
 

@@ -136,7 +136,7 @@ def test_a_loss_of_one_ranks_rows(rank_pools, reader):
 
 
 def recomputed(ids, layout):
-    """(out, gradient, bytes, exchanges) of two layers, plain and with each layer checkpointed; how often a layer ran."""
+    """(out, gradient, bytes, exchanges) of two layers, plain and with each checkpointed; how often a layer ran."""
     cp = ContextParallel(dist.group.WORLD)
     plan = cp.plan(doc_ids=ids, tokens=len(ids), layout=layout)
     _, _, x, g, beta, dout = (cp.shard(t, plan) for t in worker.inputs(len(ids), heads=(4, 4), dims=(16, 16)))
@@ -299,5 +299,5 @@ def test_bad_arguments_on_every_rank(ranks):
 
 
 def test_the_plan_must_be_one():
-    with pytest.raises(TypeError, match="plan must come from ContextParallel.plan, not list"):
+    with pytest.raises(TypeError, match="not list"):
         amc.parallel.gated_delta_rule(*worker.inputs(4)[:5], [0, 4])
