@@ -3,6 +3,7 @@
 from automodel_c.parallel import faults
 from automodel_c.parallel.attention import attention
 from automodel_c.parallel.context import ContextParallel
+from automodel_c.parallel.conv import causal_conv1d
 from automodel_c.parallel.exchange import wire
 from automodel_c.parallel.faults import RankFailure
 from automodel_c.parallel.frame_shard import shard_vision
@@ -18,6 +19,7 @@ __all__ = [
     "Prices",
     "RankFailure",
     "attention",
+    "causal_conv1d",
     "checkpoint_context_fn",
     "faults",
     "gated_delta_rule",

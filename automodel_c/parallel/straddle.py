@@ -108,13 +108,10 @@ class Straddles:
     @functools.cached_property
     def pieces(self):
         """(docs, came): int64 [n, 2] local rows of every document's piece here, and which of them came in, [m]."""
-        at, docs, came = 0, [np.zeros((0, 2), np.int64)], []
-        for part in self.parts:
-            if part.came and len(part.docs):
-                came.append(sum(map(len, docs)))
-            docs.append(part.docs + at)
-            at += part.rows
-        return np.concatenate(docs), np.array(came, np.int64)
+        rank, doc, begin, end, row = self.plan.pieces.T
+        mine = rank == self.plan.rank
+        came = begin > self.plan.docs[doc, 0]
+        return np.stack([row, row + end - begin], axis=1)[mine], np.flatnonzero(came[mine])
 
     def pack(self, rows):
         """`Pack` of the local pieces in a tensor of so many rows (`local`; one rank may leave out the padding)."""
