@@ -214,6 +214,48 @@ def attention_calls():
     yield attention("attention_forward", "read-only", ValueError, out=lambda: read_only(5))
 
 
+def gdn(method, label, raises=None, **changes):
+    """A call of a gated_delta_rule method with some of its arguments replaced by what `changes` makes."""
+
+    def make():
+        names = {
+            "gated_delta_rule_workspace": "q v",
+            "gated_delta_rule_forward": "o workspace q k v g beta",
+            "gated_delta_rule_backward": "dq dk dv dg dbeta workspace dout q k v g beta",
+        }[method].split()
+        arguments = {name: torch.zeros(5, 1 if name in ("q", "k", "dq", "dk") else 2, 8) for name in names}
+        arguments |= {name: torch.zeros(5, 2) for name in ("g", "beta", "dg", "dbeta") if name in names}
+        arguments["docs"] = [0, 2, 2, 5]
+        if method == "gated_delta_rule_workspace":
+            arguments["backward"] = False
+        else:
+            arguments |= {"workspace": torch.zeros(1 << 21, dtype=torch.uint8), "scale": 1.0, "l2norm": True}
+        arguments.update({name: value() if callable(value) else value for name, value in changes.items()})
+        return (), {name: value for name, value in arguments.items() if value is not Ellipsis}
+
+    return Call(method, label, make, raises, slow=20 if raises is None and "workspace" not in method else 1)
+
+
+def gdn_calls():
+    for method in ("gated_delta_rule_workspace", "gated_delta_rule_forward", "gated_delta_rule_backward"):
+        yield gdn(method, "plain")
+        yield gdn(method, "missing", TypeError, docs=...)
+        yield gdn(method, "unexpected", TypeError, other=1)
+        yield gdn(method, "not-a-tensor", TypeError, v=3)
+        yield gdn(method, "docs-kind", TypeError, docs=lambda: torch.zeros(2))
+        yield gdn(method, "docs-order", ValueError, docs=[0, 3, 2, 5])
+        yield gdn(method, "dtype", TypeError, q=lambda: torch.zeros(5, 1, 8, dtype=torch.float16))
+        yield gdn(method, "dim", NotImplementedError, q=lambda: torch.zeros(5, 1, 9))
+        yield gdn(method, "stride", ValueError, v=lambda: torch.zeros(5, 2, 16)[..., ::2])
+    state, wrong = lambda: torch.zeros(2, 2, 8, 8), lambda: torch.zeros(1, 2, 8, 8)
+    for method, last in (("gated_delta_rule_forward", "final"), ("gated_delta_rule_backward", "dinitial")):
+        yield gdn(method, "states", initial=state, **{last: state})
+        yield gdn(method, "documents", ValueError, initial=wrong)
+        yield gdn(method, "small", ValueError, workspace=lambda: torch.zeros(3, dtype=torch.uint8))
+        yield gdn(method, "gate", TypeError, g=lambda: torch.zeros(5, 2, dtype=torch.bfloat16))
+    yield gdn("gated_delta_rule_forward", "read-only", ValueError, o=lambda: read_only(5))
+
+
 def numbers(*shape, dtype=torch.float32):
     return torch.ones(shape, dtype=dtype)
 
@@ -382,6 +424,7 @@ CALLS = [
     *conv_calls(),
     *exchange_calls(),
     *gate_calls(),
+    *gdn_calls(),
     *loss_calls(),
     *norm_calls(),
     *rope_calls(),
