@@ -1,4 +1,4 @@
-"""What several ranks do together: one pack's tokens, vision frames, FSDP2's reductions, and one rank's failure."""
+"""What several ranks do together: one pack's tokens, vision frames, FSDP2's reductions, and what happens on failure."""
 
 from automodel_c.parallel import faults
 from automodel_c.parallel.attention import attention

@@ -97,22 +97,28 @@ def _triples(*columns):
     return torch.from_numpy(np.stack(columns, axis=1).astype(np.int64).flatten())
 
 
-def _carry(x, moves, reverse, rows_to, rows_from, group_name):
-    """Packs rows of ``x``, sends ``rows_to`` each rank, and returns what arrives, ``rows_from`` each."""
-    packed = _alloc.empty((sum(rows_to), *x.shape[1:]), x.dtype, x.device)
-    arrived = _alloc.empty((sum(rows_from), *x.shape[1:]), x.dtype, x.device)
-    _amcore.exchange_copy(packed, x, moves, reverse=reverse)
-    row = x.dtype.itemsize * x.shape[1:].numel()
-    group = _resolve_process_group(group_name)
-    work = dist.all_to_all_single(
-        _bytes(arrived), _bytes(packed), [n * row for n in rows_from], [n * row for n in rows_to], group, async_op=True
-    )
-    alarms.wait(work, group)
-    wire.sent += packed.nbytes
-    wire.received += arrived.nbytes
-    wire.messages += sum(n > 0 for n in rows_to)
-    wire.exchanges += 1
-    return arrived
+class _Carried:
+    """Rows on their way: those of ``x`` that ``moves`` pack, ``rows_to`` each rank; ``rows_from`` each arrive."""
+
+    def __init__(self, x, moves, reverse, rows_to, rows_from, group_name):
+        self.packed = _alloc.empty((sum(rows_to), *x.shape[1:]), x.dtype, x.device)
+        self.arriving = _alloc.empty((sum(rows_from), *x.shape[1:]), x.dtype, x.device)
+        self.messages = sum(n > 0 for n in rows_to)
+        self.group = _resolve_process_group(group_name)
+        _amcore.exchange_copy(self.packed, x, moves, reverse=reverse)
+        row = x.dtype.itemsize * x.shape[1:].numel()
+        sizes = [n * row for n in rows_from], [n * row for n in rows_to]
+        buffers = _bytes(self.arriving), _bytes(self.packed)
+        self.work = dist.all_to_all_single(*buffers, *sizes, self.group, async_op=True)
+
+    def arrived(self):
+        """Waits; the rows, by the rank that sent them."""
+        alarms.wait(self.work, self.group)
+        wire.sent += self.packed.nbytes
+        wire.received += self.arriving.nbytes
+        wire.messages += self.messages
+        wire.exchanges += 1
+        return self.arriving
 
 
 def _bytes(x):
@@ -134,16 +140,17 @@ def _rows_cpu(x, sends, receipts, own, send_rows, receive_rows, own_after, rows_
     out = _alloc.empty((rows_out, *x.shape[1:]), x.dtype, x.device)
     if not full:
         out.zero_()
-    _amcore.exchange_copy(out, x, own, reverse=False)
-    if used:
-        arrived = _carry(x, sends, False, send_rows, receive_rows, group)
-        _amcore.exchange_copy(out, arrived, receipts, reverse=False)
+    carried = _Carried(x, sends, False, send_rows, receive_rows, group) if used else None
+    _amcore.exchange_copy(out, x, own, reverse=False)  # while the others travel
+    if carried:
+        _amcore.exchange_copy(out, carried.arrived(), receipts, reverse=False)
     return out
 
 
 def _backward_cpu(dout, sends, receipts, own, send_rows, receive_rows, own_after, rows_in, used, group):
     dx = _alloc.empty((rows_in, *dout.shape[1:]), dout.dtype, dout.device)
-    arrived = _carry(dout, receipts, True, receive_rows, send_rows, group) if used else dout[:0]
+    carried = _Carried(dout, receipts, True, receive_rows, send_rows, group) if used else None
+    arrived = carried.arrived() if carried else dout[:0]
     _amcore.exchange_sum(dx, arrived, dout, sends, own, own_after=own_after, reverse=True)
     return dx
 

@@ -1,7 +1,5 @@
 """Attention of a pack over gloo ranks: out and every gradient are those of one rank, and bytes are the plan's."""
 
-import itertools
-
 import pytest
 import torch
 
@@ -13,13 +11,13 @@ from tests.ops.test_attention import run as run_one
 from tests.parallel import context_worker as worker
 from tests.parallel.context_worker import DIM, HEADS, PACKS
 
+LAYOUTS, SCHEMES = ("contiguous", "round_robin"), ("home", "balanced", "auto")
 CASES = [
-    *(
-        pytest.param(2, *kind)
-        for kind in itertools.product(("contiguous", "round_robin"), ("home", "balanced", "auto"))
-    ),
-    *(pytest.param(ranks, *kind) for ranks in (3, 4) for kind in (("contiguous", "balanced"), ("round_robin", "home"))),
-    pytest.param(3, "contiguous", "home"),
+    *((2, layout, scheme) for layout in LAYOUTS for scheme in SCHEMES),
+    *((3, "contiguous", scheme) for scheme in ("home", "balanced")),
+    (3, "round_robin", "home"),
+    (4, "contiguous", "balanced"),
+    (4, "round_robin", "home"),
 ]
 
 
