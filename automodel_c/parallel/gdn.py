@@ -8,8 +8,6 @@ from . import alarms
 from .exchange import exchange
 from .plan import ContextPlan
 
-_WIDEST = 256  # value columns of one call of the operator
-
 
 def gated_delta_rule(q, k, v, g, beta, plan, *, scale=None, qk_l2norm=True):
     """`ops.gated_delta_rule` inside every document of the whole pack, from local shards to a local shard.
@@ -71,29 +69,24 @@ def _across_ranks(tensors, plan, options):
 def _effect(k, v, g, beta, pack, qk_l2norm):
     """[N, Hv, Dk, Dv + Dk] of the N <= 1 documents: the state that they leave after none, and their transition.
 
-    A transition is what becomes of the identity where every value is 0.
+    A transition is what becomes of the identity where every value is 0. All its rows decay alike, so that decay is left
+    out of the recurrence and multiplied in at the end: inside, the identity would fade into subnormal numbers, which
+    are slow. Keys of any length may need it inside, to stay finite.
     """
-    (heads, width), dim = v.shape[1:], k.shape[2]
-    zeros = v.new_zeros((v.shape[0], heads, dim))
-    start = torch.eye(dim, device=v.device).expand(len(pack), heads, dim, dim)
-    runs = [(v, None), (zeros, start)]
-    if width + dim <= _WIDEST:
-        runs = [(torch.cat((v, zeros), 2), torch.cat((start.new_zeros(len(pack), heads, dim, width), start), 3))]
-    finals = [
-        ops.gated_delta_rule(
-            k.detach(),
-            k,
-            values,
-            g,
-            beta,
-            pack=pack,
-            qk_l2norm=qk_l2norm,
-            initial_state=initial,
-            output_final_state=True,
-        )[1]
-        for values, initial in runs
-    ]
-    return torch.cat(finals, 3) if len(finals) > 1 else finals[0]
+    (heads, _), dim, queries = v.shape[1:], k.shape[2], k.detach()
+    options = {"pack": pack, "qk_l2norm": qk_l2norm, "output_final_state": True}
+    state = ops.gated_delta_rule(queries, k, v, g, beta, **options)[1]
+    nothing, identity = v.new_zeros((v.shape[0], heads, dim)), torch.eye(dim, device=v.device)
+    start = identity.expand(len(pack), heads, dim, dim)
+    gates = torch.zeros_like(g) if qk_l2norm else g
+    transition = ops.gated_delta_rule(queries, k, nothing, gates, beta, initial_state=start, **options)[1]
+    return torch.cat((state, transition * _decay(g) if qk_l2norm else transition), 3)
+
+
+def _decay(g):
+    """[Hv, 1, 1]: exp(sum of g), and 0 below e^-60, which is beyond what a float32 sum can hold."""
+    total = g.sum(0, dtype=torch.float64)
+    return torch.where(total < -60.0, -torch.inf, total).exp().float()[:, None, None]
 
 
 def _first_state(part, states, blocks, width):
