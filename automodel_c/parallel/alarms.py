@@ -9,6 +9,7 @@ import contextlib
 import datetime
 import itertools
 import json
+import time
 import weakref
 
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from .faults import RankFailure, _lost_connection, _ports, _words
 from .sockets import cut_connections
 
 _SPELL = datetime.timedelta(seconds=0.5)
+_LINGER_S = 3.0
 _numbers = weakref.WeakKeyDictionary()  # process group -> how many exchanges this rank has entered, or failed to
 
 
@@ -33,8 +35,7 @@ def everywhere(group):
         raise
     except Exception as error:
         if group is not None and not _lost_connection(error):  # then another rank failed, and is looked for
-            note = {"rank": dist.get_rank(), "message": _words(error)}
-            _store().compare_set(_key(group, _next(group)), "", json.dumps(note))
+            _tell(group, error)
         raise
 
 
@@ -54,11 +55,22 @@ def wait(work, group):
                 return
 
 
+def _tell(group, error):
+    """Leaves the note, and stays until the others have read it, or left one too: this rank may host the store."""
+    key, store = _key(group, _next(group)), _store()
+    store.compare_set(key, "", json.dumps({"rank": dist.get_rank(), "message": _words(error)}))
+    seen, deadline = store.add(f"{key}/seen", 1), time.monotonic() + _LINGER_S
+    while seen < group.size() and time.monotonic() < deadline:
+        time.sleep(0.02)
+        seen = store.add(f"{key}/seen", 0)
+
+
 def _failure(key):
     store = _store()
     if not store.check([key]):
         return None
     note = json.loads(store.get(key))
+    store.add(f"{key}/seen", 1)
     return RankFailure(note["rank"], note["message"])
 
 

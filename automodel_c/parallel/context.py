@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from . import alarms
 from .exchange import exchange
-from .plan import LAYOUTS, SCHEMES, ContextPlan, make_pack
+from .plan import LAYOUTS, SCHEMES, ContextPlan, Prices, make_pack
 
 
 class ContextParallel:
@@ -40,12 +40,14 @@ class ContextParallel:
 
         Raises:
             ValueError: both descriptions, doc_ids of other than `tokens` elements, an unknown layout or scheme.
-            TypeError: as for `Pack`.
+            TypeError: as for `Pack`; prices of another kind.
         """
         with alarms.everywhere(self.group):
             for name, value, known in (("layout", layout, LAYOUTS), ("scheme", scheme, SCHEMES)):
                 if value not in known:
                     raise ValueError(f"plan: {name} is {value!r}, one of {', '.join(known)} is needed")
+            if not isinstance(prices, Prices | None):
+                raise TypeError(f"plan: prices must be Prices or None, not {type(prices).__name__}")
             pack, tokens = make_pack(cu_seqlens, doc_ids, tokens)
             return ContextPlan(
                 pack, tokens, ranks=self.ranks, rank=self.rank, group=self.group, layout=layout, scheme=scheme,

@@ -142,6 +142,7 @@ def test_one_rank_is_the_plain_path(seed, cp):
         ({"tokens": 4.0}, TypeError, "tokens is 4.0"),
         ({"tokens": 4, "layout": "zigzag"}, ValueError, "layout is 'zigzag'"),
         ({"tokens": 4, "scheme": "ring"}, ValueError, "scheme is 'ring'"),
+        ({"tokens": 4, "prices": 1.0}, TypeError, "prices must be Prices or None, not float"),
     ],
 )
 def test_plan_refuses(documents, error, words):
@@ -194,6 +195,8 @@ def test_explain_says_who_computes_what_and_why():
     assert "rows stay home: their traffic would cost more" in text("auto", dear)
     assert "rows migrate: the time saved exceeds their traffic by" in text("auto", cheap)
     assert "the scheme was forced: 0 rows migrate" in text("home", cheap)
+    with pytest.raises(ValueError, match="no score of float32, only of bfloat16"):
+        ContextPlan(pack, tokens, prices=cheap).explain(dtype=torch.float32)
     short, tokens = make_pack([0, 16, 32, 48, 64], None, None)
     alike = ContextPlan(short, tokens, ranks=4, rank=0).explain()
     assert "every rank is within 5 % of the mean as it is" in alike and alike.count("1.000") == 4
