@@ -120,15 +120,15 @@ def same_bits(xs, ys):
     )
 
 
-SHAPES = [((1, 1), (8, 8)), ((2, 4), (16, 32)), ((1, 3), (24, 40)), ((1, 1), (128, 128)), ((1, 1), (256, 72)),
-          ((1, 2), (72, 256))]  # fmt: skip
+SHAPES = [((1, 1), (8, 8), True), ((2, 4), (16, 32), True), ((2, 4), (16, 32), False), ((1, 3), (24, 40), True),
+          ((1, 1), (128, 128), True), ((1, 1), (128, 128), False), ((1, 1), (256, 72), True),
+          ((1, 2), (72, 256), True)]  # fmt: skip
 
 
-@pytest.mark.parametrize("state", [True, False], ids=["state", "no-state"])
-@pytest.mark.parametrize(("heads", "dims"), SHAPES, ids=lambda x: "-".join(map(str, x)))
+@pytest.mark.parametrize(("heads", "dims", "state"), SHAPES, ids=lambda x: str(x))
 def test_gated_delta_rule_error_rule(seed, dtype, heads, dims, state):
     cu = offsets([66, 0, 21])
-    inputs, *more = [draw(cu[-1], 3, heads, dims, dtype, state=state) for _ in range(4)]  # first tokens' dg is largest
+    inputs, *more = [draw(cu[-1], 3, heads, dims, dtype, state=state) for _ in range(3)]  # first tokens' dg is largest
     check(inputs, docs_of(cu), more=more, cu_seqlens=cu)
 
 
@@ -234,7 +234,7 @@ def test_kept_states_are_the_states(seed, dtype, tokens):
 
 def test_packed_documents_do_not_leak(seed, dtype):
     cu = offsets([100, 60])
-    inputs, *more = [draw(160, 2, dtype=dtype) for _ in range(3)]
+    inputs, *more = [draw(160, 2, dtype=dtype) for _ in range(2)]
     check(inputs, docs_of(cu), more=more, cu_seqlens=cu)
     joined = gated_delta_rule(*inputs[:5])[0]  # no boundaries from the call before
     alone = gated_delta_rule(*(x[100:] for x in inputs[:5]))[0]
