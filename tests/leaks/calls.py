@@ -402,6 +402,28 @@ def mlp_calls():
     yield from variants("gelu_backward", [x, x, x], {"tanh": False}, wrong)
 
 
+def moe_calls():
+    f = lambda *shape, dtype=torch.float32: lambda: numbers(*shape, dtype=dtype)  # noqa: E731
+    inputs = [f(3, 4), f(2, 4), f(2, 6, 4), f(2, 4, 3), lambda: torch.tensor([False, True, False])]
+    wrong = [("top_k", ValueError, "top_k", 3), ("padding", TypeError, -1, f(3))]
+    settings = {"top_k": 1, "backward": False}
+    shape = lambda at: ("shape", ValueError, at, f(2, 4, 5))  # noqa: E731
+    yield from variants("moe_workspace", inputs, settings, [*wrong, shape(3)])
+    kept = [f(3, 2), f(3, 1, dtype=torch.int32), f(3, 1)]
+    scratch = lambda: torch.zeros(1 << 16, dtype=torch.uint8)  # noqa: E731
+    outputs = [f(3, 4), integers(0, 0), f(2), lambda: torch.tensor(0), *kept, scratch]
+    small = lambda at: ("small", ValueError, at, lambda: torch.zeros(9, dtype=torch.uint8))  # noqa: E731
+    top_k = {"top_k": 1}
+    yield from variants("moe_forward", [*outputs, *inputs], top_k, [*wrong, shape(11), small(7)])
+    gradients = [lambda: torch.zeros(1 << 20, dtype=torch.uint8), f(3, 4), *inputs[:4], *kept, f(3, 6), inputs[4]]
+    wrong = [shape(5), small(0), ("chosen", ValueError, 7, lambda: torch.full((3, 1), 2, dtype=torch.int32))]
+    yield from variants("moe_backward", gradients, {**top_k, "dhidden": f(3, 4), "drouter": f(2, 4)}, wrong)
+    x = f(3, 4)
+    wrong = [("shape", ValueError, 2, f(3, 5)), ("dtype", TypeError, 2, integers(1))]
+    yield from variants("shared_expert_forward", [x, x, x, f(3)], {}, wrong)
+    yield from variants("shared_expert_backward", [x, f(3), x, x, f(3)], {}, wrong)
+
+
 CALLS = [
     ok("build_info", "plain", lambda: ((), {})),
     ok("set_isa", "scalar", lambda: (("scalar",), {})),
@@ -429,4 +451,5 @@ CALLS = [
     *norm_calls(),
     *rope_calls(),
     *mlp_calls(),
+    *moe_calls(),
 ]
