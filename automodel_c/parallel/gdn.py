@@ -94,9 +94,10 @@ def _first_state(part, states, blocks, width):
     if not part.sources:
         return blocks[0].unflatten(0, (0, width)).permute(0, 2, 3, 1)  # the anchor: no document and no rows
     total = None
-    for span in part.sources:
-        state, transition = (None if n is None else blocks[n].permute(1, 2, 0) for n in states.blocks[span])
-        total = state if total is None else torch.baddbmm(state, transition, total)
+    with torch.autocast(blocks[0].device.type, enabled=False):  # a product of transitions needs float32
+        for span in part.sources:
+            state, transition = (None if n is None else blocks[n].permute(1, 2, 0) for n in states.blocks[span])
+            total = state if total is None else torch.baddbmm(state, transition, total)
     return total.contiguous()[None]
 
 

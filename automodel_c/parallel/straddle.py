@@ -138,7 +138,8 @@ class Straddles:
             yield "no document goes on from one rank to another: gated delta rule and convolution send nothing"
             return
         states, halo = self.states(key_dim, value_dim), self.halo(width)
-        yield f"{len(np.unique(self.crossing)) - 1} documents go on over {int(self.came.sum())} edges, forward pass:"
+        documents, edges = len(np.unique(self.crossing)) - 1, int(self.came.sum())
+        yield f"documents that go on to another rank: {documents}, over {edges} edges; one forward pass:"
         for name, traffic in (
             (f"gated delta rule, {value_heads} heads of {key_dim} x {value_dim}", states.traffic(value_heads)),
             (f"convolution of {channels} channels, width {width}", halo.traffic(channels, dtype)),

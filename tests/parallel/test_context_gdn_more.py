@@ -210,6 +210,21 @@ def test_same_bits_for_any_thread_count(rank_pools):
     assert all(rank_pools(3).run(repeated, PACKS["chunks"]))
 
 
+def under_autocast(ids):
+    """Whether autocast leaves every bit alone."""
+    found = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            _, _, leaves, dout, out = forward(0, ids)
+        out.backward(dout)
+        found.append([out.detach(), *(x.grad for x in leaves)])
+    return all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_autocast_does_not_round_states(rank_pools):
+    assert all(rank_pools(4).run(under_autocast, PACKS["one"]))
+
+
 def other_contents(ids, changed):
     """Whether the rows of all documents but one keep their bits when that one's contents change."""
     cp = ContextParallel(dist.group.WORLD)
