@@ -10,11 +10,10 @@ Bar, two threads: 25 times faster than transformers' fallback on the one documen
 What was expected, written before the first run: blocks of 12 x 32 keep 60 % of a 175 GFLOP/s core, as in attention, so
 80 ms of CPU time on one thread, 40 to 60 ms on two.
 
-What came, in CPU time on one thread of a busy Sapphire Rapids class core: 97 to 115 ms for the one document in fp32 (8.0
-GFLOP at 70 to 80 GFLOP/s; forward 25 to 35 ms) and 100 ms in bf16, 97 ms with 2 key heads, 106 ms for the pack, 15 ms for
-the tiny documents. Time is bound by the products, about a third of it in triangles whose blocks have few rows. The time
-on two threads is within the bar, the ratio is not: once its first call has imported transformers, the fallback takes
-725 to 910 ms on one thread here, 7 to 9 times ours; for the tiny documents it takes 66 to 72 times ours.
+What came, in CPU time on one thread of a busy Sapphire Rapids class core: 97 to 152 ms for the one document in fp32
+(8.0 GFLOP at 50 to 80 GFLOP/s), 100 ms in bf16, 97 ms with 2 key heads, 106 ms for the pack, 15 ms for the tiny
+documents. The bar's ratio is missed: once its first call is past, the fallback takes 725 to 970 ms on one thread,
+6 to 9 times ours; for the tiny documents it takes 66 to 72 times ours.
 """
 
 import itertools

@@ -1,15 +1,22 @@
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import AutoConfig
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeModel
 
-from automodel_c.data.positions import mrope_positions
+from automodel_c.data.positions import media_types, mrope_positions
 
-IMAGE = 9
+IMAGE, VIDEO = 9, 8
+KINDS = {"image": IMAGE, "video": VIDEO, "text": 1}
 
 
 def _ids(*runs):
-    return torch.tensor([IMAGE if kind == "image" else 1 for kind, n in runs for _ in range(n)])
+    return torch.tensor([KINDS[kind] for kind, n in runs for _ in range(n)])
+
+
+def _grids(grids):
+    return torch.tensor(grids, dtype=torch.int64).reshape(-1, 3)
 
 
 class _Reference:
@@ -18,9 +25,9 @@ class _Reference:
     config = AutoConfig.for_model("qwen3_5_moe")
     get_vision_position_ids = Qwen3_5MoeModel.get_vision_position_ids
 
-    def __call__(self, ids, grids):
-        types = (ids == IMAGE).int()
-        return Qwen3_5MoeModel.get_rope_index(self, ids[None], types[None], grids)[0][:, 0]
+    def __call__(self, ids, grids, videos=None):
+        types = media_types(ids, IMAGE, VIDEO)
+        return Qwen3_5MoeModel.get_rope_index(self, ids[None], types[None], grids, videos)[0][:, 0]
 
 
 @pytest.mark.parametrize(
@@ -47,3 +54,72 @@ def test_mrope_positions(runs, grids):
 def test_mrope_positions_disagree(runs, grids, message):
     with pytest.raises(ValueError, match=message):
         mrope_positions(_ids(*runs), torch.tensor(grids, dtype=torch.int64).reshape(-1, 3), IMAGE, 2)
+
+
+def test_mrope_positions_of_a_video():
+    """The example of the published model: frames are images that text parts."""
+    ids = _ids(("text", 1), ("video", 2), ("text", 1), ("video", 2), ("text", 1))
+    found = mrope_positions(ids, None, IMAGE, 2, video_grid_thw=_grids([[2, 2, 4]]), video_token_id=VIDEO)
+    assert found.tolist() == [[0, 1, 1, 3, 4, 4, 6], [0, 1, 1, 3, 4, 4, 6], [0, 1, 2, 3, 4, 5, 6]]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_mrope_positions_are_transformers(data):
+    """Images and videos of any size in any order, text between them as in a conversation."""
+    sides = st.integers(1, 4).map(lambda n: 2 * n)
+    runs, images, videos = [("text", data.draw(st.integers(0, 3)))], [], []
+    for kind in data.draw(st.lists(st.sampled_from(["image", "video"]), max_size=5)):
+        t, h, w = data.draw(st.integers(1, 4)) if kind == "video" else 1, data.draw(sides), data.draw(sides)
+        (images if kind == "image" else videos).append([t, h, w])
+        for _ in range(t):
+            runs += [(kind, h * w // 4), ("text", data.draw(st.integers(1, 7)))]
+    ids = _ids(*runs, ("text", 1))
+    expected = _Reference()(ids, _grids(images), _grids(videos))
+    keys = {"video_grid_thw": _grids(videos), "video_token_id": VIDEO}
+    assert torch.equal(mrope_positions(ids, _grids(images), IMAGE, 2, **keys), expected)
+    types = media_types(ids, IMAGE, VIDEO)
+    told = mrope_positions(torch.ones_like(ids), _grids(images), IMAGE, 2, mm_token_type_ids=types, **keys)
+    assert torch.equal(told, expected), "types that are given win"
+
+
+def test_mrope_positions_of_a_pack_begin_anew():
+    first = _ids(("text", 2), ("image", 4), ("text", 1), ("video", 1), ("text", 3))
+    second = _ids(("video", 4), ("text", 1), ("video", 4), ("text", 1), ("image", 6))
+    keys = {"video_token_id": VIDEO}
+    alone = [
+        mrope_positions(first, _grids([[1, 4, 4]]), IMAGE, 2, video_grid_thw=_grids([[1, 2, 2]]), **keys),
+        mrope_positions(second, _grids([[1, 4, 6]]), IMAGE, 2, video_grid_thw=_grids([[2, 4, 4]]), **keys),
+    ]
+    ids = torch.cat([first, second, _ids(("text", 3))])
+    n, m = len(first), len(first) + len(second)
+    found = mrope_positions(
+        ids, _grids([[1, 4, 4], [1, 4, 6]]), IMAGE, 2, video_grid_thw=_grids([[1, 2, 2], [2, 4, 4]]),
+        docs=[[0, n], [n, m]], **keys,
+    )  # fmt: skip
+    assert torch.equal(found, torch.cat([*alone, torch.zeros(3, 3, dtype=torch.int64)], 1))
+
+
+@pytest.mark.parametrize(
+    "runs, videos, message",
+    [
+        ([("video", 3)], [[1, 4, 4]], "video_grid_thw asks for 4 video tokens at token 0, found fewer"),
+        ([("video", 4), ("text", 1), ("video", 3)], [[2, 4, 4]], "asks for 4 video tokens at token 5, found fewer"),
+        ([("video", 4)], [], "more videos than video_grid_thw"),
+        ([("text", 4)], [[1, 4, 4]], "more videos than input_ids"),
+        ([("video", 2), ("text", 1), ("video", 2)], [[1, 4, 4]], "asks for 4 video tokens at token 0, found fewer"),
+    ],
+)
+def test_mrope_positions_disagree_about_videos(runs, videos, message):
+    with pytest.raises(ValueError, match=message):
+        mrope_positions(_ids(*runs), None, IMAGE, 2, video_grid_thw=_grids(videos), video_token_id=VIDEO)
+
+
+def test_mrope_positions_types_of_another_shape():
+    with pytest.raises(ValueError, match=r"mm_token_type_ids has shape \[2\], input_ids has \[3\]"):
+        mrope_positions(_ids(("text", 3)), None, IMAGE, 2, mm_token_type_ids=torch.zeros(2, dtype=torch.int64))
+
+
+def test_media_types():
+    assert media_types(torch.tensor([1, 7, 7, 2, 8, 3]), 7, 8).tolist() == [0, 1, 1, 0, 2, 0]
+    assert media_types(torch.tensor([1, 7, 8]), 7).tolist() == [0, 1, 0]
