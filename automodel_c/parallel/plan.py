@@ -15,6 +15,7 @@ from automodel_c import _amcore
 from automodel_c.partition import Pack
 
 from .exchange import Route
+from .straddle import Straddles
 
 LAYOUTS = ("contiguous", "round_robin")
 SCHEMES = ("auto", "home", "balanced")
@@ -90,6 +91,11 @@ class ContextPlan:
         moves[:, 1] = np.repeat(np.arange(self.ranks), len(one))
         return Route.of(moves, self.rank, self.ranks, self.local, self.tokens)
 
+    @functools.cached_property
+    def straddles(self):
+        """The `Straddles`: documents that go on from one rank to another."""
+        return Straddles(self)
+
     def attention(self, heads, kv_heads, dim, dtype, *, causal=True):
         """The `AttentionPlan` for q [T, heads, dim] and k, v [T, kv_heads, dim] of a torch dtype; made once."""
         key = heads, kv_heads, dim, dtype, causal
@@ -97,9 +103,17 @@ class ContextPlan:
             self._attention[key] = AttentionPlan(self, *key)
         return self._attention[key]
 
-    def explain(self, heads=32, kv_heads=2, dim=256, dtype=torch.bfloat16, *, causal=True):
-        """Text: what each rank computes, receives and sends in one attention layer, and why rows migrate or stay."""
-        return self.attention(heads, kv_heads, dim, dtype, causal=causal).explain()
+    def explain(
+        self, heads=32, kv_heads=2, dim=256, dtype=torch.bfloat16, *, causal=True, states=(64, 128, 128),
+        channels=12288, width=4,
+    ):  # fmt: skip
+        """Text: what each rank computes, receives and sends in one attention layer, and why rows migrate or stay.
+
+        Then what one gated delta rule with ``states`` (value heads, key dim, value dim) and the convolution before it,
+        ``channels`` and ``width``, send.
+        """
+        attention = self.attention(heads, kv_heads, dim, dtype, causal=causal).explain()
+        return "\n".join([attention, *self.straddles.explain(*states, channels, width, dtype)])
 
 
 class AttentionPlan:
