@@ -52,9 +52,19 @@ def attention(
     """
     _check(q, k, v, deterministic)
     docs, docs_k = _documents(q, k, pack, cu_seqlens, cu_seqlens_k, doc_ids)
+    out, lse = attend(q, k, v, docs, docs_k, causal=causal, scale=scale)
+    return (out, lse) if return_lse else out
+
+
+def attend(q, k, v, docs, docs_k=None, *, causal=True, scale=None):
+    """`attention` of documents anywhere in q and in k: (out, lse).
+
+    docs, docs_k: int64 [2 N] on the host, start and end of each document's rows in q, and in k and v (None: the same);
+    ascending, gaps allowed. Rows of q in gaps get 0, and gradient 0; so do the keys.
+    """
     scale = 1.0 / math.sqrt(max(1, q.shape[-1])) if scale is None else float(scale)
     out, lse, _ = _forward(q, k, v, docs, docs_k, scale, bool(causal))
-    return (out, lse) if return_lse else out
+    return out, lse
 
 
 def _check(q, k, v, deterministic):
