@@ -14,4 +14,4 @@ enum { MR = 12, MR_TAIL = 4 };
 #include "attention_fp32.inc"
 #include "attention_cpu.inc"
 
-const attention_row am_attention_avx512 = {sizeof(float), {pack_keys, forward, backward, reduce}};
+const attention_row am_attention_avx512 = {"avx512", sizeof(float), {pack_keys, forward, backward, reduce}};

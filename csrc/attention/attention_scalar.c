@@ -28,4 +28,4 @@ static inline vf vload_bf16(const am_bf16 *p) { return am_bf16_to_f32(*p); }
 #include "attention_fp32.inc"
 #include "attention_cpu.inc"
 
-const attention_row am_attention_scalar = {sizeof(float), {pack_keys, forward, backward, reduce}};
+const attention_row am_attention_scalar = {"scalar", sizeof(float), {pack_keys, forward, backward, reduce}};
