@@ -61,10 +61,19 @@ def test_attention_error_rule(seed, dtype, dim, heads, causal):
 
 
 @DTYPES
+@pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("tokens", [1, 31, 32, 33, 63, 64, 65, 79, 80, 81, 127, 128, 129, 160, 161])
-def test_tile_edges(seed, dtype, tokens):
-    inputs, *more = [draw(tokens, (16, 1), 256, dtype) for _ in range(2)]
+def test_tile_edges(seed, dtype, dim, tokens):
+    inputs, *more = [draw(tokens, (16, 1), dim, dtype) for _ in range(2)]
     check(inputs, [(0, tokens)], more=more, by=there)
+
+
+@DTYPES
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("group", [1, 2, 4, 8, 16, 32, 64, 128])
+def test_groups(seed, dtype, dim, group):
+    cu = offsets([90, 133, 1])
+    check(draw(cu[-1], (group, 1), dim, dtype), docs_of(cu), by=there, cu_seqlens=cu)
 
 
 @DTYPES
@@ -231,7 +240,7 @@ def test_document_alone_is_document_in_a_pack(dtype, docs, heads, causal):
 
 
 @DTYPES
-@pytest.mark.parametrize(("heads", "dim"), [((4, 2), 64), ((32, 2), 256)])
+@pytest.mark.parametrize(("heads", "dim"), [((4, 2), 64), ((8, 2), 128), ((32, 2), 256), ((3, 1), 256)])
 def test_neighbours_are_irrelevant(seed, dtype, heads, dim):
     cu = offsets([40, 210, 33])
     inputs = on_cuda(draw(cu[-1], heads, dim, dtype))
@@ -259,7 +268,7 @@ def test_padding_may_hold_anything(dtype, ids, heads):
 
 
 @DTYPES
-@pytest.mark.parametrize(("heads", "dim"), [((2, 1), 64), ((32, 2), 256)])
+@pytest.mark.parametrize(("heads", "dim"), [((2, 1), 64), ((8, 2), 128), ((32, 2), 256), ((3, 1), 256)])
 def test_repeats_to_the_bit_whatever_is_asked(seed, dtype, heads, dim):
     cu = offsets([650, 2350])
     inputs = on_cuda(draw(3000, heads, dim, dtype))
@@ -325,6 +334,7 @@ def test_offsets_on_the_device_are_copied_with_a_warning(seed, monkeypatch):
     assert same_bits(made, ours(*inputs, cu_seqlens=[0, 5, 12]))
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 @pytest.mark.parametrize("where", ["cuda", "cpu"])
 def test_offsets_under_capture_are_refused(seed, where):
     q, k, v, _ = on_cuda(draw(12))
@@ -351,7 +361,26 @@ def test_a_head_dim_without_a_row_is_refused():
         attention(q, k, v)
 
 
-def test_which_row_runs():
-    q, k, _, _ = on_cuda(draw(6, (4, 2), 64, BF16))
-    assert row_of(q, k, [0, 6]) == "simple"
+@pytest.mark.sm90
+@pytest.mark.parametrize(
+    ("heads", "dim", "dtype", "row"),
+    [
+        ((32, 2), 256, BF16, "d256 bf16 sm90"),
+        ((32, 2), 256, F16, "d256 f16 sm90"),
+        ((4, 4), 256, BF16, "d256 bf16 sm90"),
+        ((3, 1), 256, BF16, "simple"),
+        ((32, 2), 256, F32, "simple"),
+        ((32, 8), 128, BF16, "d128 bf16 sm90"),
+        ((32, 8), 128, F16, "d128 f16 sm90"),
+        ((4, 2), 64, BF16, "d64 bf16 sm90"),
+        ((4, 2), 64, F16, "d64 f16 sm90"),
+        ((4, 2), 72, BF16, "simple"),
+    ],
+    ids=str,
+)
+def test_which_row_runs(heads, dim, dtype, row):
+    q, k, _, _ = on_cuda(draw(6, heads, dim, dtype))
+    assert row_of(q, k, [0, 6]) == row_of(q, k, [0, 2, 2, 6], causal=False) == row
     assert row_of(q, k, [0, 6], backward=True) == "simple"
+    odd = torch.empty(q.numel() + 1, dtype=dtype, device="cuda")[1:].view(q.shape)  # not on 16 bytes
+    assert row_of(odd, k, [0, 6]) == "simple"

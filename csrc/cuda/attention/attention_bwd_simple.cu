@@ -14,6 +14,8 @@
 namespace
 {
 
+using Tile = AttentionTile<uint64_t>;
+
 constexpr int kTile = 32, kM = 2, kPitch = kTile + 1;
 
 template <int kWide> constexpr size_t smem_bytes()
@@ -52,8 +54,8 @@ template <int kWide> __device__ Tiles tiles_at(float *smem)
 /* weights = exp(s - lse) and ds = weights * (dp - delta), both [query][key], of queries from row0 and keys from key0.
  */
 template <int kWide>
-__device__ void differentiate(const AttentionProblem &p, const AttentionTile &t, int64_t head, int64_t row0,
-                              int64_t key0, const Tiles &tile)
+__device__ void differentiate(const AttentionProblem &p, const Tile &t, int64_t head, int64_t row0, int64_t key0,
+                              const Tiles &tile)
 {
     const int x = static_cast<int>(threadIdx.x % 16), y = static_cast<int>(threadIdx.x / 16);
     float s[kM][kM], dp[kM][kM];
@@ -84,10 +86,11 @@ __global__ void __launch_bounds__(kThreads, 1) attention_dkdv_simple_kernel(cons
     extern __shared__ float smem[];
     const Tiles tile = tiles_at<kWide>(smem);
     const float one[kM] = {1.0f, 1.0f};
-    const int64_t work = p.first[p.docs.n] * p.key_heads;
-    for (int64_t w = blockIdx.x; w < work; w += gridDim.x) {
-        const AttentionTile t = attention_tile(p.docs, p.first, w / p.key_heads);
-        const int64_t key_head = w % p.key_heads, key0 = t.index * kTile;
+    const uint64_t heads = static_cast<uint64_t>(p.key_heads);
+    const uint64_t work = static_cast<uint64_t>(p.first[p.docs.n]) * heads;
+    for (uint64_t w = blockIdx.x; w < work; w += gridDim.x) {
+        const Tile t = attention_tile(p.docs, p.first, heads, w);
+        const int64_t key_head = static_cast<int64_t>(t.head), key0 = static_cast<int64_t>(t.index) * kTile;
         const int64_t sees = p.causal ? key0 - (t.nk - t.nq) : 0; /* the first query that sees key0 */
         const int64_t begin = sees > 0 ? sees / kTile * kTile : 0;
         float dk[kM][kWide / 16] = {}, dv[kM][kWide / 16] = {};
@@ -116,10 +119,10 @@ __global__ void __launch_bounds__(kThreads, 1) attention_dq_simple_kernel(const 
     extern __shared__ float smem[];
     const Tiles tile = tiles_at<kWide>(smem);
     const float one[kM] = {1.0f, 1.0f};
-    const int64_t work = p.first[p.docs.n] * p.heads;
-    for (int64_t w = blockIdx.x; w < work; w += gridDim.x) {
-        const AttentionTile t = attention_tile(p.docs, p.first, w / p.heads);
-        const int64_t head = w % p.heads, row0 = (t.tiles - 1 - t.index) * kTile;
+    const uint64_t heads = static_cast<uint64_t>(p.heads), work = static_cast<uint64_t>(p.first[p.docs.n]) * heads;
+    for (uint64_t w = blockIdx.x; w < work; w += gridDim.x) {
+        const Tile t = attention_tile(p.docs, p.first, heads, w);
+        const int64_t head = static_cast<int64_t>(t.head), row0 = static_cast<int64_t>(t.tiles - 1 - t.index) * kTile;
         const int64_t last = row0 + kTile < t.nq ? row0 + kTile : t.nq, limit = attention_limit(t, p.causal, last - 1);
         float dq[kM][kWide / 16] = {};
         __syncthreads();

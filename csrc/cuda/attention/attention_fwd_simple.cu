@@ -14,6 +14,8 @@
 namespace
 {
 
+using Tile = AttentionTile<uint64_t>;
+
 constexpr int kTile = 64, kM = 4;
 
 template <int kWide> constexpr size_t smem_bytes()
@@ -37,9 +39,8 @@ __device__ float row_sum(float x)
 }
 
 /* Scores become weights relative to the running maximum, in shared memory; factor is what the sums shrink by. */
-__device__ void soften(const AttentionProblem &p, const AttentionTile &t, int64_t row0, int64_t key0,
-                       const float (&s)[kM][kM], float *weights, float (&top)[kM], float (&total)[kM],
-                       float (&factor)[kM])
+__device__ void soften(const AttentionProblem &p, const Tile &t, int64_t row0, int64_t key0, const float (&s)[kM][kM],
+                       float *weights, float (&top)[kM], float (&total)[kM], float (&factor)[kM])
 {
     const int x = static_cast<int>(threadIdx.x % 16), y = static_cast<int>(threadIdx.x / 16);
 #pragma unroll
@@ -63,7 +64,7 @@ __device__ void soften(const AttentionProblem &p, const AttentionTile &t, int64_
 }
 
 template <int kWide>
-__device__ void finish(const AttentionProblem &p, const AttentionTile &t, int64_t row0, int64_t head,
+__device__ void finish(const AttentionProblem &p, const Tile &t, int64_t row0, int64_t head,
                        float (&sum)[kM][kWide / 16], const float (&top)[kM], const float (&total)[kM])
 {
     const int x = static_cast<int>(threadIdx.x % 16), y = static_cast<int>(threadIdx.x / 16);
@@ -88,10 +89,11 @@ __global__ void __launch_bounds__(kThreads, 1) attention_fwd_simple_kernel(const
 {
     extern __shared__ float smem[];
     float *const q = smem, *const kv = q + kTile * (kWide + 1), *const weights = kv + kTile * (kWide + 1);
-    const int64_t work = p.first[p.docs.n] * p.heads;
-    for (int64_t w = blockIdx.x; w < work; w += gridDim.x) {
-        const AttentionTile t = attention_tile(p.docs, p.first, w / p.heads);
-        const int64_t head = w % p.heads, row0 = (t.tiles - 1 - t.index) * kTile; /* the longest rows first */
+    const uint64_t heads = static_cast<uint64_t>(p.heads), work = static_cast<uint64_t>(p.first[p.docs.n]) * heads;
+    for (uint64_t w = blockIdx.x; w < work; w += gridDim.x) {
+        const Tile t = attention_tile(p.docs, p.first, heads, w);
+        const int64_t head = static_cast<int64_t>(t.head),
+                      row0 = static_cast<int64_t>(t.tiles - 1 - t.index) * kTile; /* the longest rows first */
         const int64_t last = row0 + kTile < t.nq ? row0 + kTile : t.nq, limit = attention_limit(t, p.causal, last - 1);
         float sum[kM][kWide / 16] = {}, top[kM], total[kM] = {}, factor[kM], s[kM][kM];
         for (int i = 0; i < kM; i++)

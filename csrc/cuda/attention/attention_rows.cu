@@ -7,6 +7,12 @@ namespace
 bool always(const am_attention_args *) { return true; }
 
 const AttentionRow forward_rows[] = {
+    {"d256 bf16 sm90", attention_fits_d256_bf16, attention_fwd_d256_bf16},
+    {"d256 f16 sm90", attention_fits_d256_f16, attention_fwd_d256_f16},
+    {"d128 bf16 sm90", attention_fits_d128_bf16, attention_fwd_d128_bf16},
+    {"d128 f16 sm90", attention_fits_d128_f16, attention_fwd_d128_f16},
+    {"d64 bf16 sm90", attention_fits_d64_bf16, attention_fwd_d64_bf16},
+    {"d64 f16 sm90", attention_fits_d64_f16, attention_fwd_d64_f16},
     {"simple", always, attention_fwd_simple},
 };
 

@@ -37,6 +37,19 @@ am_status attention_place_tiles(const am_attention_args *a, bool of_keys, int64_
 /* Zeros (lse: -inf) in the tokens outside every document: out, lse, lse_low; or dq, dk, dv. */
 am_status attention_fill_gaps(const am_attention_args *a, bool backward, cudaStream_t stream);
 
+bool attention_fits_d256_bf16(const am_attention_args *a);
+bool attention_fits_d256_f16(const am_attention_args *a);
+bool attention_fits_d128_bf16(const am_attention_args *a);
+bool attention_fits_d128_f16(const am_attention_args *a);
+bool attention_fits_d64_bf16(const am_attention_args *a);
+bool attention_fits_d64_f16(const am_attention_args *a);
+am_status attention_fwd_d256_bf16(const am_attention_args *a, cudaStream_t stream);
+am_status attention_fwd_d256_f16(const am_attention_args *a, cudaStream_t stream);
+am_status attention_fwd_d128_bf16(const am_attention_args *a, cudaStream_t stream);
+am_status attention_fwd_d128_f16(const am_attention_args *a, cudaStream_t stream);
+am_status attention_fwd_d64_bf16(const am_attention_args *a, cudaStream_t stream);
+am_status attention_fwd_d64_f16(const am_attention_args *a, cudaStream_t stream);
+
 am_status attention_fwd_simple(const am_attention_args *a, cudaStream_t stream);
 am_status attention_bwd_simple(const am_attention_args *a, cudaStream_t stream);
 

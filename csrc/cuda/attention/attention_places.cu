@@ -1,4 +1,4 @@
-/* attention_plan.cu -- what every row needs first: where tiles lie, and zeros in the gaps between documents.
+/* attention_places.cu -- what every row needs first: where tiles lie, and zeros in the gaps between documents.
  *
  * Floor: both read the documents once (16 bytes each) and write the gaps; on a pack without gaps a launch is the cost.
  */
