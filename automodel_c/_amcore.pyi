@@ -100,6 +100,51 @@ def attention_backward(
     causal: bool,
 ) -> None: ...
 
+# conv
+def causal_conv1d_forward(
+    y: Tensor,
+    final_state: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    docs: Index,
+    *,
+    silu: bool,
+) -> None: ...
+def causal_conv1d_backward(
+    dx: Tensor,
+    dweight: Tensor | None,
+    dbias: Tensor | None,
+    dstate: Tensor | None,
+    partials: Tensor,
+    dy: Tensor,
+    dfinal: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    docs: Index,
+    *,
+    silu: bool,
+) -> None: ...
+
+# gate
+def gdn_gate_forward(g: Tensor, beta: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> None: ...
+def gdn_gate_backward(
+    da: Tensor,
+    db: Tensor,
+    dA_log: Tensor,
+    ddt_bias: Tensor,
+    partials: Tensor,
+    dg: Tensor,
+    dbeta: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+) -> None: ...
+
 # loss
 def cross_entropy_forward(
     loss: Tensor,

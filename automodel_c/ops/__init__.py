@@ -1,6 +1,8 @@
 """The operators: one file each, differentiable, registered with torch as custom ops."""
 
 from automodel_c.ops.attention import attention
+from automodel_c.ops.conv import causal_conv1d
+from automodel_c.ops.gate import gdn_gate
 from automodel_c.ops.loss import cross_entropy, linear_cross_entropy
 from automodel_c.ops.mlp import gelu, sigmoid_gate, swiglu
 from automodel_c.ops.norm import gated_rms_norm, layer_norm, rms_norm
@@ -8,8 +10,10 @@ from automodel_c.ops.rope import mrope, vision_rope
 
 __all__ = [
     "attention",
+    "causal_conv1d",
     "cross_entropy",
     "gated_rms_norm",
+    "gdn_gate",
     "gelu",
     "layer_norm",
     "linear_cross_entropy",

@@ -51,6 +51,18 @@ static inline float am_expf(float x)
 
 static inline float am_sigmoidf(float x) { return 1.0f / (1.0f + am_expf(-x)); }
 
+/* log(1 + t), t in [0, 1], as 2 atanh(t / (2 + t)). The polynomial is a least squares fit of the relative error. */
+static inline float am_log1p_unitf(float t)
+{
+    const float z = t / (2.0f + t), s = z * z;
+    float p = 2.4301669e-1f;
+    p = p * s + 2.1427186e-1f;
+    p = p * s + 2.8616965e-1f;
+    p = p * s + 3.9998874e-1f;
+    p = p * s + 6.6666675e-1f;
+    return p * s * z + 2.0f * z;
+}
+
 /* Two polynomials, after N. Juffa: x + x q(x^2) near 0, 1 - e^(-t p(t)) beyond. From 4 on the result is 1. */
 static inline float am_erff(float x)
 {

@@ -7,7 +7,7 @@
 #include "am_pool.h"
 
 /* One line per slice: csrc/<slice>/<slice>_py.c defines am_<slice>_methods. */
-#define AM_SLICES(X) X(adam) X(attention) X(comm) X(loss) X(mlp) X(norm) X(partition) X(rope)
+#define AM_SLICES(X) X(adam) X(attention) X(comm) X(conv) X(gate) X(loss) X(mlp) X(norm) X(partition) X(rope)
 
 #define AM_DECLARE(slice) extern PyMethodDef am_##slice##_methods[];
 AM_SLICES(AM_DECLARE)

@@ -274,6 +274,34 @@ def loss_calls():
     yield from variants("linear_cross_entropy_scatter", [m, m, pair], {}, [("rows", ValueError, 2, integers(1, 1))])
 
 
+def conv_calls():
+    x, weight, state = lambda: numbers(3, 4), lambda: numbers(4, 2), lambda: numbers(2, 4, 1)
+    bias, partials = lambda: numbers(4), lambda: numbers(1, 3, 4, dtype=torch.float64)
+    docs, rest = [0, 1, 1, 3], {"silu": True}
+    wrong = lambda at: [  # noqa: E731
+        ("shape", ValueError, at, lambda: numbers(5, 2)),
+        ("dtype", TypeError, at, integers(1)),
+        ("width", NotImplementedError, at, lambda: numbers(4, 9)),
+        ("state", ValueError, at + 2, lambda: numbers(1, 4, 1)),
+        ("docs", ValueError, at + 3, [0, 4]),
+        ("docs-kind", TypeError, at + 3, lambda: numbers(2)),
+    ]
+    yield from variants("causal_conv1d_forward", [x, state, x, weight, bias, state, docs], rest, wrong(3))
+    yield from variants(
+        "causal_conv1d_backward",
+        [x, weight, bias, state, partials, x, state, x, weight, bias, state, docs],
+        rest,
+        [*wrong(8), ("partials", ValueError, 4, lambda: numbers(1, 3, 4))],
+    )
+
+
+def gate_calls():
+    x, vector, sums = lambda: numbers(2, 4), lambda: numbers(4), lambda: numbers(1, 2, 4, dtype=torch.float64)
+    wrong = lambda at: [("shape", ValueError, at, lambda: numbers(2, 5)), ("dtype", TypeError, at, integers(1))]  # noqa: E731
+    yield from variants("gdn_gate_forward", [x, x, x, x, vector, vector], {}, wrong(3))
+    yield from variants("gdn_gate_backward", [x, x, vector, vector, sums, x, x, x, x, vector, vector], {}, wrong(8))
+
+
 def norm_calls():
     x, w, r = lambda: numbers(2, 4), lambda: numbers(4), lambda: numbers(2)
     one_sum, two_sums = (lambda n=n: numbers(1, n, 4, dtype=torch.float64) for n in (1, 2))
@@ -330,6 +358,8 @@ CALLS = [
     *attention_calls(),
     *clip_calls(),
     *comm_calls(),
+    *conv_calls(),
+    *gate_calls(),
     *loss_calls(),
     *norm_calls(),
     *rope_calls(),

@@ -1,0 +1,208 @@
+"""A vision tower whose frames are spread over the ranks of a group."""
+
+import copy
+import hashlib
+import struct
+
+import torch
+import torch.distributed as dist
+
+from automodel_c.parallel.frame_plan import FrameSharding, plan_frames, replicates
+
+_NOTE = 256  # bytes of the note that ranks exchange before the tower runs
+
+
+def shard_vision(visual, pixel_values, grid_thw, group, config):
+    """Runs `visual` on this rank's frames and returns what it returns for all of them.
+
+    Args:
+        visual: called as ``visual(pixel_values, grid_thw=grid_thw)``; returns tokens [tokens, width], (tokens, list of
+            such), or an object with `pooler_output` and perhaps a list `deepstack_features`. Its `spatial_merge_size`
+            (its configuration's, else 2) is the side of a token in patches.
+        pixel_values: [patches, width], frames one after another, the same on all ranks; or None.
+        grid_thw: int [n, 3], (t, h, w) in patches of every image or clip; or None.
+        group: ranks that share the work, None for nobody.
+        config: a `FrameSharding`, or a mapping with its keys.
+
+    Returns:
+        The same kind of result as `visual`'s, for all frames in order; an object's other tensors are None.
+
+    Every rank differentiates its own part of a loss: the gradients of the tower's parameters are parts that sum over
+    the group to those of one rank. A rank without a frame runs a frame of zeros, so that its gradients exist, and are
+    0. Where the group is None or of one rank, config says disabled, all ranks lack media, or the batch is below both
+    thresholds, `visual` runs whole on every rank.
+
+    Raises:
+        ValueError: on every rank, naming the rank, when the ranks' media differ, rows of pixels and grid disagree on
+            one of them, or a tower returns another number of tokens than its frames make; a bad configuration; a
+            trainable tower whose ranks are not those of context parallelism alone.
+        TypeError: `enabled` that is no bool, or a result of another kind.
+
+    Ranks say what they hold in one message of 256 bytes before the tower runs, since a rank that has no media would
+    leave the others waiting.
+    """
+    config = config if isinstance(config, FrameSharding) else FrameSharding.from_mapping(config)
+    world = 1 if group is None else dist.get_world_size(group)
+    if not config.enabled or world == 1:
+        return visual(pixel_values, grid_thw=grid_thw)
+    _refuse_trainable(visual, config)
+    merge = _merge_size(visual)
+    grid = _agree(pixel_values, grid_thw, merge, group)
+    if not grid or replicates(grid, merge, config):
+        return visual(pixel_values, grid_thw=grid_thw)
+    plan = plan_frames(
+        grid,
+        world,
+        dist.get_rank(group),
+        merge=merge,
+        alpha=config.alpha(visual),
+        min_local_patch_rows=config.min_local_patch_rows,
+    )
+    result = run_frames(visual, pixel_values, grid_thw, plan)
+    return _with_tokens(result, _gather(_tokens_of(result), plan, merge, group))
+
+
+def run_frames(visual, pixel_values, grid_thw, plan):
+    """What `visual` returns for a FramePlan's own frames, zero frames behind them."""
+    pixels, grid = pixel_values[slice(*plan.rows)], list(plan.grid)
+    if plan.padding:
+        t, h, w = plan.padding
+        pixels = torch.cat([pixels, pixels.new_zeros(t * h * w, pixels.shape[1])])
+        if grid and grid[-1][1:] == (h, w):  # one clip of equal frames costs less than two
+            grid[-1] = (grid[-1][0] + t, h, w)
+        else:
+            grid.append(plan.padding)
+    made = torch.tensor(grid, dtype=grid_thw.dtype, device=_device(visual, pixel_values))
+    return visual(pixels, grid_thw=made)
+
+
+def _device(visual, pixel_values):
+    parameters = visual.parameters() if isinstance(visual, torch.nn.Module) else iter(())
+    return next((p.device for p in parameters), pixel_values.device)
+
+
+def _refuse_trainable(visual, config):
+    trains = isinstance(visual, torch.nn.Module) and any(p.requires_grad for p in visual.parameters())
+    if trains and list(config.mesh_dims) != ["cp"]:
+        raise ValueError(
+            f"frame_sharding.mesh_dims is {list(config.mesh_dims)} and the vision tower trains: tensor-parallel ranks "
+            "would count its gradients twice. Freeze the tower or give [cp]"
+        )
+
+
+def _merge_size(visual):
+    found = getattr(visual, "spatial_merge_size", None)
+    return found or getattr(getattr(visual, "config", None), "spatial_merge_size", None) or 2
+
+
+def _agree(pixel_values, grid_thw, merge, group):
+    """The grid as a list of tuples, [] without media; ValueError on every rank when one of them is off."""
+    grid, rows, trouble = [], 0, ""
+    if pixel_values is not None and grid_thw is not None:
+        grid, rows = [tuple(entry) for entry in grid_thw.tolist()], len(pixel_values)
+        trouble = _trouble(grid, rows, merge)
+    digest = hashlib.blake2b(struct.pack("<qq", rows, merge) + repr(grid).encode(), digest_size=8).digest()
+    notes = _exchange(digest + trouble.encode()[: _NOTE - len(digest)], group)
+    for rank, note in enumerate(notes):
+        if text := note[8:].rstrip(b"\0"):
+            raise ValueError(f"shard_vision: rank {rank}: {text.decode(errors='replace')}")
+    other = next((rank for rank, note in enumerate(notes) if note[:8] != notes[0][:8]), None)
+    if other is not None:
+        raise ValueError(
+            f"shard_vision: ranks 0 and {other} of the group hold different media; this one has {rows} rows of "
+            f"pixel_values in {len(grid)} images and clips"
+        )
+    return grid
+
+
+def _trouble(grid, rows, merge):
+    if bad := next((e for e in grid if min(e) < 1 or e[1] % merge or e[2] % merge), None):
+        return f"grid_thw has {bad}: sides must be positive multiples of {merge}"
+    needed = sum(t * h * w for t, h, w in grid)
+    return "" if needed == rows else f"pixel_values has {rows} rows, grid_thw asks for {needed}"
+
+
+def _exchange(note, group):
+    """Every rank's note, as bytes of equal length."""
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else "cpu"
+    mine = torch.frombuffer(bytearray(note.ljust(_NOTE, b"\0")), dtype=torch.uint8).to(device)
+    notes = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(notes, mine, group=group)
+    return [bytes(n.tolist()) for n in notes]
+
+
+def _tokens_of(result):
+    """The token tensors of a tower's result, all [tokens, ..]."""
+    if isinstance(result, torch.Tensor):
+        return [result]
+    if hasattr(result, "pooler_output"):
+        return [result.pooler_output, *(getattr(result, "deepstack_features", None) or [])]
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], torch.Tensor):
+        return [result[0], *result[1]]
+    raise TypeError(
+        f"shard_vision: the tower returned {type(result).__name__}; a tensor, (tensor, list) or an object with "
+        "pooler_output is needed"
+    )
+
+
+def _with_tokens(result, tokens):
+    """`result` with its token tensors replaced."""
+    if isinstance(result, torch.Tensor):
+        return tokens[0]
+    if not hasattr(result, "pooler_output"):
+        return tokens[0], type(result[1])(tokens[1:])
+    made = copy.copy(result)
+    for name, value in vars(result).items():
+        if isinstance(value, torch.Tensor):
+            setattr(made, name, None)
+    made.pooler_output = tokens[0]
+    if getattr(result, "deepstack_features", None) is not None:
+        made.deepstack_features = type(result.deepstack_features)(tokens[1:])
+    return made
+
+
+def _gather(tensors, plan, merge, group):
+    """All ranks' tokens of each tensor; one message. ValueError on every rank when a tower's count is off."""
+    rank, width = dist.get_rank(group), [t.shape[1] for t in tensors]
+    zeros = 0 if plan.padding is None else plan.padding[0] * plan.padding[1] * plan.padding[2] // merge**2
+    expected, own = plan.tokens[rank] + zeros, plan.tokens[rank]
+    wrong = next((len(t) for t in tensors if len(t) != expected), None)
+    joined = torch.cat([t[:own] for t in tensors], 1) if len(tensors) > 1 else tensors[0][:own]
+    if wrong is not None:
+        joined = joined.new_zeros(own, sum(width))
+    whole, bad = _GatherTokens.apply(joined, plan.tokens, wrong is not None, group)
+    if wrong is not None:
+        raise ValueError(f"shard_vision: the tower returned {wrong} tokens, its frames make {expected}")
+    if bad:
+        raise ValueError(f"shard_vision: rank {bad[0]}'s tower returned another number of tokens than its frames make")
+    return whole.split(width, 1)
+
+
+class _GatherTokens(torch.autograd.Function):
+    """x [tokens[rank], width] of every rank -> ([sum of tokens, width], ranks that raised their flag).
+
+    The first row of a rank's message is its flag. The gradient is the sum over ranks, in fp32, in rank order.
+    """
+
+    @staticmethod
+    def forward(ctx, x, tokens, flag, group):
+        ctx.tokens, ctx.group = tokens, group
+        mine = x.new_zeros(1 + max(tokens), x.shape[1])
+        mine[0], mine[1 : 1 + len(x)] = float(flag), x
+        messages = [torch.empty_like(mine) for _ in tokens]
+        dist.all_gather(messages, mine, group=group)
+        bad = [rank for rank, message in enumerate(messages) if bool(message[0, 0] != 0)]
+        return torch.cat([m[1 : 1 + n] for m, n in zip(messages, tokens, strict=True)]), bad
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad, _):
+        own = ctx.tokens[dist.get_rank(ctx.group)]
+        parts = grad.new_empty(own * len(ctx.tokens), grad.shape[1])
+        dist.all_to_all_single(parts, grad.contiguous(), [own] * len(ctx.tokens), list(ctx.tokens), group=ctx.group)
+        total = torch.zeros(
+            own, grad.shape[1], dtype=torch.promote_types(grad.dtype, torch.float32), device=grad.device
+        )
+        for part in parts.split(own) if own else ():
+            total += part
+        return total.to(grad.dtype), None, None, None
