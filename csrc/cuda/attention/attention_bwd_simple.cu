@@ -97,7 +97,8 @@ __global__ void __launch_bounds__(kThreads, 1) attention_dkdv_simple_kernel(cons
         __syncthreads();
         attention_load_tile<kTile, kWide>(p, p.k, t.k0 + key0, key_head, t.nk - key0, tile.k);
         attention_load_tile<kTile, kWide>(p, p.v, t.k0 + key0, key_head, t.nk - key0, tile.v);
-        for (int64_t head = key_head * p.group; head < (key_head + 1) * p.group; head++)
+        for (int64_t head = key_head * p.group; head < (key_head + 1) * p.group; head++) {
+            float dk_part[kM][kWide / 16] = {}, dv_part[kM][kWide / 16] = {}; /* short chains keep float32's error */
             for (int64_t row0 = begin; row0 < t.nq; row0 += kTile) {
                 __syncthreads();
                 attention_load_tile<kTile, kWide>(p, p.q, t.q0 + row0, head, t.nq - row0, tile.q);
@@ -105,9 +106,16 @@ __global__ void __launch_bounds__(kThreads, 1) attention_dkdv_simple_kernel(cons
                 __syncthreads();
                 differentiate<kWide>(p, t, head, row0, key0, tile);
                 __syncthreads();
-                attention_weigh<kWide, kTile, true>(tile.weights, tile.dout, one, dv);
-                attention_weigh<kWide, kTile, true>(tile.ds, tile.q, one, dk);
+                attention_weigh<kWide, kTile, true>(tile.weights, tile.dout, one, dv_part);
+                attention_weigh<kWide, kTile, true>(tile.ds, tile.q, one, dk_part);
             }
+#pragma unroll
+            for (int i = 0; i < kM; i++)
+                for (int c = 0; c < kWide / 16; c++) {
+                    dk[i][c] += dk_part[i][c];
+                    dv[i][c] += dv_part[i][c];
+                }
+        }
         attention_store_rows<kWide>(p, p.dk, t.k0 + key0, key_head, t.nk - key0, dk, p.scale);
         attention_store_rows<kWide>(p, p.dv, t.k0 + key0, key_head, t.nk - key0, dv, 1.0f);
     }
