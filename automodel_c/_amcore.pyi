@@ -145,6 +145,47 @@ def gdn_gate_backward(
     dt_bias: Tensor,
 ) -> None: ...
 
+# gdn
+def gated_delta_rule_workspace(q: Tensor, v: Tensor, docs: Index, *, backward: bool) -> int: ...
+def gated_delta_rule_forward(
+    o: Tensor,
+    workspace: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    docs: Index,
+    initial: Tensor | None = None,
+    final: Tensor | None = None,
+    states: Tensor | None = None,
+    *,
+    scale: float,
+    l2norm: bool,
+) -> None: ...
+def gated_delta_rule_backward(
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dg: Tensor,
+    dbeta: Tensor,
+    workspace: Tensor,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    docs: Index,
+    initial: Tensor | None = None,
+    states: Tensor | None = None,
+    dfinal: Tensor | None = None,
+    dinitial: Tensor | None = None,
+    *,
+    scale: float,
+    l2norm: bool,
+) -> None: ...
+
 # loss
 def cross_entropy_forward(
     loss: Tensor,
@@ -199,6 +240,58 @@ def sigmoid_gate_forward(y: Tensor, x: Tensor, gate: Tensor) -> None: ...
 def sigmoid_gate_backward(dx: Tensor, dgate: Tensor, dy: Tensor, x: Tensor, gate: Tensor) -> None: ...
 def gelu_forward(y: Tensor, x: Tensor, *, tanh: bool) -> None: ...
 def gelu_backward(dx: Tensor, dy: Tensor, x: Tensor, *, tanh: bool) -> None: ...
+
+# moe
+def moe_workspace(
+    hidden: Tensor,
+    router_weight: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    padding: Tensor | None = None,
+    *,
+    top_k: int,
+    backward: bool,
+) -> int: ...
+def moe_forward(
+    out: Tensor,
+    load: Tensor,
+    prob_sum: Tensor,
+    real_rows: Tensor,
+    logits: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    workspace: Tensor,
+    hidden: Tensor,
+    router_weight: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    padding: Tensor | None = None,
+    products: Tensor | None = None,
+    *,
+    top_k: int,
+) -> None: ...
+def moe_backward(
+    workspace: Tensor,
+    dout: Tensor,
+    hidden: Tensor,
+    router_weight: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    logits: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    products: Tensor,
+    padding: Tensor | None = None,
+    dprob_sum: Tensor | None = None,
+    dhidden: Tensor | None = None,
+    drouter: Tensor | None = None,
+    dgate_up: Tensor | None = None,
+    ddown: Tensor | None = None,
+    *,
+    top_k: int,
+) -> None: ...
+def shared_expert_forward(out: Tensor, routed: Tensor, shared: Tensor, gate: Tensor) -> None: ...
+def shared_expert_backward(dshared: Tensor, dgate: Tensor, dout: Tensor, shared: Tensor, gate: Tensor) -> None: ...
 
 # norm
 def rms_norm_forward(

@@ -16,7 +16,7 @@ data = Path(sys.argv[2] if len(sys.argv) > 2 else ".cache/digits")
 
 model = AutoModelForImageTextToText.from_pretrained(folder)
 tokenizer = AutoTokenizer.from_pretrained(folder)
-images = AutoImageProcessor.from_pretrained(folder)  # AutoProcessor would ask for torchvision, to read videos
+images = AutoImageProcessor.from_pretrained(folder)  # AutoProcessor would ask for torchvision, to read clips
 
 
 def answer(question, image):
@@ -38,8 +38,10 @@ def answer(question, image):
     return tokenizer.decode(whole[0, ids.shape[1] :], skip_special_tokens=True)
 
 
-for line in (data / "held_out.jsonl").read_text(encoding="utf-8").splitlines()[:10]:
-    user, assistant = json.loads(line)["messages"]
+lines = (data / "held_out.jsonl").read_text(encoding="utf-8").splitlines()
+conversations = [json.loads(line)["messages"] for line in lines]
+about_images = [turns for turns in conversations if turns[0]["content"][0]["type"] == "image"]
+for user, assistant in about_images[:10]:
     with Image.open(data / user["content"][0]["image"]) as picture:
         said = answer(user, picture.convert("RGB"))
     print(f"{user['content'][0]['image']}: says {said}, is {assistant['content']}")

@@ -40,20 +40,26 @@ def shift_sample(sample):
 
 
 def build_pack(samples):
-    """Shifted samples end to end: a sample with `doc_ids` int64 [L] (1..n) and the counter `n_images` besides.
+    """Shifted samples end to end: a sample with `doc_ids` int64 [L] (1..n) and the counters `n_images` and `n_videos`
+    besides.
 
-    Positions are each sample's own, 0.. where it has none; media are concatenated in order.
+    Positions are each sample's own, 0.. where it has none; media are concatenated in order. ValueError when some
+    samples have mm_token_type_ids and some have none.
     """
     lengths = [sample["input_ids"].numel() for sample in samples]
     pack = {key: torch.cat([sample[key] for sample in samples]) for key in ("input_ids", "labels")}
     pack["doc_ids"] = torch.arange(1, len(samples) + 1).repeat_interleave(torch.tensor(lengths))
     positions = [sample.get("position_ids", torch.arange(n)) for sample, n in zip(samples, lengths, strict=True)]
     pack["position_ids"] = torch.cat(positions, -1)
+    typed = sum("mm_token_type_ids" in sample for sample in samples)
+    if typed not in (0, len(samples)):
+        raise ValueError(f"build_pack: {typed} of {len(samples)} samples have mm_token_type_ids")
     for key in ("mm_token_type_ids", "pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw"):
         found = [sample[key] for sample in samples if key in sample]
         if found:
             pack[key] = torch.cat(found)
     pack["n_images"] = len(pack.get("image_grid_thw", ()))
+    pack["n_videos"] = len(pack.get("video_grid_thw", ()))
     return pack
 
 
@@ -86,7 +92,7 @@ class PackedDataset(Dataset):
             raise ValueError(f"packed_sequence: every sample is longer than {limit} tokens")
         self.packs = [[kept[i] for i in bin] for bin in knapsack([lengths[i] for i in kept], capacity)]
         if balance_media_tokens:
-            self.packs.sort(key=lambda pack: sum(len(samples[i]["pixel_values"]) for i in pack))
+            self.packs.sort(key=lambda pack: sum(_patches(samples[i]) for i in pack))
         self.packs = self.packs[:max_packs]
         self.tokens = sum(lengths[i] for pack in self.packs for i in pack)
         self.capacity = capacity
@@ -101,6 +107,10 @@ class PackedDataset(Dataset):
     def fill(self):
         """Share of the packs' capacity that holds tokens."""
         return self.tokens / (self.capacity * len(self.packs))
+
+
+def _patches(sample):
+    return sum(len(sample[key]) for key in ("pixel_values", "pixel_values_videos") if key in sample)
 
 
 def build_packs(dataset, section, *, shuffle):

@@ -82,6 +82,8 @@ def build_model(section, processor_section, how, processor_how):
 
 def _processor(section, processor_section, how, processor_how):
     bounds = {"min_pixels": processor_section.min_pixels, "max_pixels": processor_section.max_pixels}
+    bounds["video"] = dataclasses.asdict(processor_section.video_processor)
+    bounds["video"].pop("_target_")
     if how == "from_config" and not section.config:
         raise ValueError("model.config: expected a mapping, since model._target_ is from_config")
     if processor_how != "build":

@@ -32,6 +32,10 @@ _LEAST = {
             "validation_dataset.limit",
             "processor.min_pixels",
             "processor.max_pixels",
+            "processor.video_processor.size.shortest_edge",
+            "processor.video_processor.size.longest_edge",
+            "processor.video_processor.min_frames",
+            "processor.video_processor.max_frames",
         ),
         1,
     ),
@@ -52,6 +56,7 @@ _LEAST = {
         0,
     ),
     "dist_env.timeout_minutes": 0.001,
+    "processor.video_processor.fps": 0.001,
 }
 
 

@@ -212,7 +212,7 @@ def fit(run):
         draw_curves(run.output / "metrics.jsonl", run.output / "validation.jsonl", run.output / "curves.png")
     _say(run, f"wrote {run.output}")
     if evaluation is not None:
-        _say(run, f"held-out accuracy: {100 * evaluation.accuracy:.1f} % ({evaluation.right} of {evaluation.total})")
+        _say(run, evaluation.describe())
     return evaluation
 
 
@@ -324,7 +324,7 @@ def _evaluate(run, step, logs):
         batch_size=run.recipe.step_scheduler.local_batch_size,
     )
     if run.runtime.is_main:
-        logs[1].append({"step": step, "loss": evaluation.loss, "accuracy": evaluation.accuracy})
+        logs[1].append({"step": step, **evaluation.row()})
     return evaluation
 
 

@@ -62,13 +62,30 @@ class Model:
 
 
 @dataclass
+class VideoSize:
+    shortest_edge: int | None = None  # no edge: the least frames * height * width of a clip
+    longest_edge: int | None = None  # and the largest
+
+
+@dataclass
+class VideoProcessor:
+    """None: what the model's directory says, else the default of models.video_processor."""
+
+    _target_: str = "AutoVideoProcessor.from_pretrained"
+    size: VideoSize = block(VideoSize)
+    fps: float | None = None  # frames a second that are seen
+    min_frames: int | None = None
+    max_frames: int | None = None
+
+
+@dataclass
 class Processor:
     _target_: str = "AutoProcessor.from_pretrained"
     pretrained_model_name_or_path: str | None = None  # None: the model's directory
     min_pixels: int | None = None
     max_pixels: int | None = None
     words: list[str] | None = None  # for build_processor: character runs that are one token each
-    video_processor: dict | None = only(None)
+    video_processor: VideoProcessor = block(VideoProcessor)
 
 
 @dataclass

@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from automodel_c import ops
 
+from ..data.collate import as_images
 from ..data.encode import IGNORE_INDEX
 from . import parts
 
@@ -22,8 +23,11 @@ class StepResult:
     tokens: int
 
 
-def model_inputs(batch, device):
-    """What transformers' forward takes of a batch of data.collate, on `device`."""
+def model_inputs(batch, device, config):
+    """What transformers' forward takes of a batch of data.collate, on `device`. config: the model's.
+
+    Videos go as images, so that the tower runs once on every rank, whatever the ranks drew."""
+    batch = as_images(batch, config.image_token_id)
     names = ("input_ids", "position_ids", "attention_mask", "pixel_values", "image_grid_thw")
     inputs = {name: batch[name] for name in names if batch[name] is not None}
     return {name: tensor.to(device, non_blocking=True) for name, tensor in inputs.items()}
@@ -76,7 +80,7 @@ def accumulate_gradients(model, batches, labels, *, device, per_microbatch, worl
 
 def _losses(model, batch, count, device, fused):
     """(summed cross-entropy over `count`, unweighted auxiliary loss or None) of a microbatch."""
-    inputs, labels = model_inputs(batch, device), batch["labels"].to(device)
+    inputs, labels = model_inputs(batch, device, model.config), batch["labels"].to(device)
     if not fused:
         outputs = model(**inputs, use_cache=False)
         return cross_entropy_sum(outputs.logits, labels) / max(count, 1), getattr(outputs, "aux_loss", None)

@@ -8,6 +8,11 @@ _MODEL_CLASSES = (
     "AutoModelForImageTextToText",
     "transformers.AutoModelForImageTextToText",
 )
+_VIDEO_PROCESSORS = (  # models.video_processor stands for all of them
+    "AutoVideoProcessor.from_pretrained",
+    "Qwen3VLVideoProcessor",
+    "Qwen3VLVideoProcessor.from_pretrained",
+)
 
 TARGETS = {
     "rng": {"StatefulRNG": "ranked", "nemo_automodel.components.training.rng.StatefulRNG": "ranked"},
@@ -17,6 +22,7 @@ TARGETS = {
         "AutoProcessor.from_pretrained": "from_pretrained",
         "transformers.AutoProcessor.from_pretrained": "from_pretrained",
     },
+    "video_processor": {f"{prefix}{name}": "video" for name in _VIDEO_PROCESSORS for prefix in ("", "transformers.")},
     "loss_fn": {
         "MaskedCrossEntropy": "masked",
         "nemo_automodel.components.loss.masked_ce.MaskedCrossEntropy": "masked",
@@ -62,6 +68,7 @@ def check_targets(recipe, error):
         ("rng", "rng._target_", recipe.rng._target_),
         ("model", "model._target_", recipe.model._target_),
         ("processor", "processor._target_", recipe.processor._target_),
+        ("video_processor", "processor.video_processor._target_", recipe.processor.video_processor._target_),
         ("loss_fn", "loss_fn._target_", recipe.loss_fn._target_),
         ("dataset", "dataset._target_", recipe.dataset._target_),
         ("dataloader", "dataloader._target_", recipe.dataloader._target_),

@@ -7,10 +7,7 @@
 
 #pragma GCC target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")
 
-#include "attention_vec512.inc"
-
-enum { MR = 12, MR_TAIL = 4 };
-
+#include "am_vec_avx512.inc"
 #include "attention_fp32.inc"
 #include "attention_cpu.inc"
 

@@ -8,21 +8,13 @@
 
 #pragma GCC target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,prefer-vector-width=512")
 
-#include "attention_vec512.inc"
+#include "am_vec_avx512.inc"
+#include "am_vec_exp.inc"
+#include "am_words_bf16.inc"
 
-enum { MR = 12, MR_TAIL = 4, DEPTH_GRAIN = 1, PT_ROW = 1, PT_DEPTH = ATTENTION_KEYS };
+#include "am_tile.inc"
 
-#include "attention_pairs.inc"
-
-typedef __m512i vw;
-static inline vw wload(const word *p) { return _mm512_loadu_si512(p); }
-static inline vw wset(word x) { return _mm512_set1_epi32((int)x); }
-static inline vf wfma(vw a, vw b, vf c) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); }
-
-#include "attention_tile.inc"
-
-static inline void begin(void) {}
-static inline void end(void) {}
+enum { PT_ROW = 1, PT_DEPTH = ATTENTION_KEYS };
 
 /* Rows as the depth: the pairs of rows are what the broadcast of `tile` reads. */
 static void pack_across(word *restrict to, const float *restrict from, int64_t rows, int64_t keys)
@@ -32,6 +24,7 @@ static void pack_across(word *restrict to, const float *restrict from, int64_t r
             _mm512_storeu_si512(to + j, round_pairs(vload(from + j), vload(from + ATTENTION_KEYS + j)));
 }
 
+#include "attention_pairs.inc"
 #include "attention_cpu.inc"
 
 const attention_row am_attention_bf16 = {"avx512_bf16", sizeof(am_bf16), {pack_keys, forward, backward, reduce}};

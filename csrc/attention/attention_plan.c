@@ -1,11 +1,10 @@
 #include "attention_plan.h"
 
-#include <sched.h>
 #include <string.h>
 
 #include "am_pool.h"
 
-enum { LINE = 64, CLASSES = 256 };
+enum { LINE = AM_SLOT_LINE, CLASSES = 256 };
 
 static am_status check_docs(const am_i64_array *docs, int64_t tokens, const char *name)
 {
@@ -40,10 +39,10 @@ static attention_doc doc_of(const am_attention_args *a, int64_t n)
     const int64_t *const q = a->docs.data + 2 * n;
     const int64_t *const k = a->docs_k.present ? a->docs_k.data + 2 * n : q;
     attention_doc doc = {.q0 = q[0], .nq = q[1] - q[0], .k0 = k[0], .nk = k[1] - k[0], .columns = 1};
-    doc.column = attention_round(doc.nk, ATTENTION_KEYS);
+    doc.column = am_round_up(doc.nk, ATTENTION_KEYS);
     if (doc.nk > ATTENTION_COLUMN) {
-        const int64_t wanted = attention_min((doc.nk + ATTENTION_COLUMN - 1) / ATTENTION_COLUMN, ATTENTION_COLUMNS);
-        doc.column = attention_round((doc.nk + wanted - 1) / wanted, ATTENTION_KEYS);
+        const int64_t wanted = am_min((doc.nk + ATTENTION_COLUMN - 1) / ATTENTION_COLUMN, ATTENTION_COLUMNS);
+        doc.column = am_round_up((doc.nk + wanted - 1) / wanted, ATTENTION_KEYS);
         doc.columns = (doc.nk + doc.column - 1) / doc.column;
     }
     return doc;
@@ -66,12 +65,12 @@ static int cost_class(const attention_job *job, const attention_doc *doc, attent
     const int64_t rows = doc->nq * job->group;
     uint64_t cost = 4;
     if (kind == ATTENTION_FORWARD) {
-        const int64_t end = attention_min(rows, (index + 1) * ATTENTION_ROWS);
+        const int64_t end = am_min(rows, (index + 1) * ATTENTION_ROWS);
         cost += (uint64_t)(end - index * ATTENTION_ROWS) * (uint64_t)(attention_limit(job, doc, end - 1) + 64);
     } else if (kind == ATTENTION_BACKWARD) {
-        const int64_t first = index * doc->column, keys = attention_min(doc->nk - first, doc->column);
+        const int64_t first = index * doc->column, keys = am_min(doc->nk - first, doc->column);
         const int64_t unseen = job->a->causal ? (first + doc->nq - doc->nk) * job->group : 0;
-        const int64_t seeing = rows - attention_min(rows, unseen < 0 ? 0 : unseen);
+        const int64_t seeing = rows - am_min(rows, unseen < 0 ? 0 : unseen);
         cost += (uint64_t)(keys + 64) * (uint64_t)(seeing + 64);
     }
     const int octave = 63 - __builtin_clzll(cost);
@@ -99,13 +98,6 @@ static void list_tasks(attention_job *job, attention_kind kind)
     job->n_tasks = start[CLASSES - 1];
 }
 
-static void *take(char *base, size_t *at, size_t bytes)
-{
-    void *const p = base ? base + *at : NULL;
-    *at += (bytes + LINE - 1) / LINE * LINE;
-    return p;
-}
-
 /* Places a task's buffers from `base`; returns their bytes. */
 static size_t place_buffers(const attention_job *job, char *base, attention_buffers *b)
 {
@@ -113,28 +105,28 @@ static size_t place_buffers(const attention_job *job, char *base, attention_buff
     const size_t packed = job->row->packed_bytes, wide = (size_t)job->padded_dim;
     const size_t tile = ATTENTION_ROWS * wide, scores = (size_t)ATTENTION_ROWS * ATTENTION_KEYS;
     size_t at = 0;
-    b->q = take(base, &at, tile * packed);
-    b->s = take(base, &at, scores * sizeof(float));
-    b->p = fp32 ? b->s : take(base, &at, scores * packed);
-    b->sum = take(base, &at, tile * sizeof(float));
-    b->top = take(base, &at, ATTENTION_ROWS * sizeof(float));
-    b->total = take(base, &at, ATTENTION_ROWS * sizeof(float));
-    b->low = take(base, &at, ATTENTION_ROWS * sizeof(float));
-    b->seen = take(base, &at, ATTENTION_ROWS * sizeof(int64_t));
+    b->q = am_take(base, &at, tile * packed);
+    b->s = am_take(base, &at, scores * sizeof(float));
+    b->p = fp32 ? b->s : am_take(base, &at, scores * packed);
+    b->sum = am_take(base, &at, tile * sizeof(float));
+    b->top = am_take(base, &at, ATTENTION_ROWS * sizeof(float));
+    b->total = am_take(base, &at, ATTENTION_ROWS * sizeof(float));
+    b->low = am_take(base, &at, ATTENTION_ROWS * sizeof(float));
+    b->seen = am_take(base, &at, ATTENTION_ROWS * sizeof(int64_t));
     if (!job->backward)
         return at;
     const size_t column = (size_t)job->longest_column * wide;
-    b->dout = take(base, &at, tile * packed);
-    b->q_panels = take(base, &at, tile * packed);
-    b->dout_panels = take(base, &at, tile * packed);
-    b->dp = take(base, &at, scores * sizeof(float));
-    b->pt = fp32 ? b->s : take(base, &at, scores * packed);
-    b->dst = fp32 ? b->dp : take(base, &at, scores * packed);
-    b->kt = take(base, &at, column * packed);
-    b->vt = take(base, &at, column * packed);
-    b->k = take(base, &at, column * packed);
-    b->dk = take(base, &at, column * sizeof(float));
-    b->dv = take(base, &at, column * sizeof(float));
+    b->dout = am_take(base, &at, tile * packed);
+    b->q_panels = am_take(base, &at, tile * packed);
+    b->dout_panels = am_take(base, &at, tile * packed);
+    b->dp = am_take(base, &at, scores * sizeof(float));
+    b->pt = fp32 ? b->s : am_take(base, &at, scores * packed);
+    b->dst = fp32 ? b->dp : am_take(base, &at, scores * packed);
+    b->kt = am_take(base, &at, column * packed);
+    b->vt = am_take(base, &at, column * packed);
+    b->k = am_take(base, &at, column * packed);
+    b->dk = am_take(base, &at, column * sizeof(float));
+    b->dv = am_take(base, &at, column * sizeof(float));
     return at;
 }
 
@@ -142,15 +134,15 @@ static size_t place_buffers(const attention_job *job, char *base, attention_buff
 static size_t place_shared(attention_job *job, char *base)
 {
     size_t at = 0;
-    job->docs = take(base, &at, (size_t)job->n_docs * sizeof *job->docs);
-    job->tasks = take(base, &at, (size_t)job->n_tasks * sizeof *job->tasks);
-    job->busy = take(base, &at, AM_MAX_THREADS * sizeof *job->busy);
+    job->docs = am_take(base, &at, (size_t)job->n_docs * sizeof *job->docs);
+    job->tasks = am_take(base, &at, (size_t)job->n_tasks * sizeof *job->tasks);
+    job->slots.busy = am_take(base, &at, AM_MAX_THREADS * sizeof *job->slots.busy);
     if (job->backward) {
-        job->partial = take(base, &at, (size_t)(job->partial_rows * job->dim) * sizeof(float));
+        job->partial = am_take(base, &at, (size_t)(job->partial_rows * job->dim) * sizeof(float));
     } else {
         const size_t panels = (size_t)(job->packed_rows * job->heads * job->padded_dim) * job->row->packed_bytes;
-        job->packed_k = take(base, &at, panels);
-        job->packed_v = take(base, &at, panels);
+        job->packed_k = am_take(base, &at, panels);
+        job->packed_v = am_take(base, &at, panels);
     }
     return at;
 }
@@ -162,41 +154,41 @@ am_status attention_plan(const am_attention_args *a, const attention_row *row, b
     *job = (attention_job){.a = a, .row = row, .backward = backward, .n_docs = a->docs.n / 2, .heads = a->k.shape[1]};
     job->group = a->q.shape[1] / job->heads;
     job->dim = a->q.shape[2];
-    job->padded_dim = attention_round(job->dim, ATTENTION_GRAIN);
+    job->padded_dim = am_round_up(job->dim, ATTENTION_GRAIN);
     int64_t counts[4] = {0};
     for (int64_t n = 0; n < job->n_docs; n++) {
         const attention_doc doc = doc_of(a, n);
         for (int kind = 0; kind < 4; kind++)
             counts[kind] += count_units(job, &doc, (attention_kind)kind) * job->heads;
-        job->packed_rows += attention_round(doc.nk, ATTENTION_GRAIN);
+        job->packed_rows += am_round_up(doc.nk, ATTENTION_GRAIN);
         job->partial_rows += doc.columns > 1 ? doc.columns * doc.nq * a->q.shape[1] : 0;
         job->longest_column = doc.column > job->longest_column ? doc.column : job->longest_column;
     }
     const int first = backward ? ATTENTION_BACKWARD : ATTENTION_PACK;
     job->n_tasks = counts[first] > counts[first + 1] ? counts[first] : counts[first + 1];
     attention_buffers unused = {0};
-    job->slot_bytes = place_buffers(job, NULL, &unused);
-    job->n_slots = am_num_threads();
-    *bytes = place_shared(job, NULL) + (size_t)job->n_slots * job->slot_bytes + LINE; /* LINE: to align the start */
+    job->slots.bytes = place_buffers(job, NULL, &unused);
+    job->slots.n = am_num_threads();
+    *bytes = place_shared(job, NULL) + (size_t)job->slots.n * job->slots.bytes + LINE; /* LINE: to align the start */
     return AM_OK;
 }
 
 am_status attention_layout(attention_job *job, const am_tensor *workspace)
 {
     char *const start = (char *)(((uintptr_t)workspace->data + LINE - 1) / LINE * LINE);
-    const size_t shared = place_shared(job, start), least = shared + job->slot_bytes + LINE;
+    const size_t shared = place_shared(job, start), least = shared + job->slots.bytes + LINE;
     const size_t given = (size_t)workspace->shape[0];
     AM_CHECK(given >= least, AM_ERR_SHAPE, "attention: workspace has %zu bytes, %zu are needed", given, least);
-    job->slots = start + shared;
-    job->n_slots = attention_min(AM_MAX_THREADS, (int64_t)((given - shared - LINE) / job->slot_bytes));
-    memset(job->busy, 0, AM_MAX_THREADS * sizeof *job->busy);
+    job->slots.base = start + shared;
+    job->slots.n = am_min(AM_MAX_THREADS, (int64_t)((given - shared - LINE) / job->slots.bytes));
+    am_slots_reset(&job->slots);
     int64_t packed = 0, partial = 0;
     for (int64_t n = 0; n < job->n_docs; n++) {
         attention_doc *const doc = &job->docs[n];
         *doc = doc_of(job->a, n);
         doc->packed = packed;
         doc->partial = partial;
-        packed += attention_round(doc->nk, ATTENTION_GRAIN);
+        packed += am_round_up(doc->nk, ATTENTION_GRAIN);
         partial += doc->columns > 1 ? doc->columns * doc->nq * job->heads * job->group : 0;
     }
     return AM_OK;
@@ -207,27 +199,17 @@ typedef struct pass {
     attention_fn fn;
 } pass;
 
-/* A slot is held for one chunk of the list; when the pool has grown since the plan, threads wait for one. */
-static int64_t claim(attention_job *job)
-{
-    for (;;) {
-        for (int64_t i = 0; i < job->n_slots; i++)
-            if (!atomic_flag_test_and_set_explicit(&job->busy[i], memory_order_acquire))
-                return i;
-        sched_yield();
-    }
-}
-
 static void run_range(int64_t begin, int64_t end, void *context)
 {
     const pass *const p = context;
     attention_job *const job = p->job;
-    const int64_t slot = claim(job);
+    char *memory = NULL;
+    const int64_t slot = am_slots_claim(&job->slots, &memory); /* held for one chunk of the list */
     attention_buffers buffers = {0};
-    place_buffers(job, job->slots + (size_t)slot * job->slot_bytes, &buffers);
+    place_buffers(job, memory, &buffers);
     for (int64_t i = begin; i < end; i++)
         p->fn(job, &job->tasks[i], &buffers);
-    atomic_flag_clear_explicit(&job->busy[slot], memory_order_release);
+    am_slots_release(&job->slots, slot);
 }
 
 void attention_run(attention_job *job, attention_kind kind)

@@ -12,8 +12,8 @@
 #ifndef AM_ATTENTION_PLAN_H
 #define AM_ATTENTION_PLAN_H
 
-#include <stdatomic.h>
-
+#include "am_product.h"
+#include "am_slots.h"
 #include "attention.h"
 
 enum {
@@ -50,13 +50,6 @@ typedef struct attention_buffers { /* one task's scratch; `void` holds packed el
     float *dk, *dv;                /* [column, padded_dim] */
 } attention_buffers;
 
-typedef struct attention_product { /* one block of C = A B, or C += A B; strides in words (packed: 4 bytes) */
-    const void *a, *b;             /* b: a panel, NR words a step of the depth */
-    float *c;
-    int64_t a_row, a_depth, c_row, depth;
-    bool add;
-} attention_product;
-
 typedef struct attention_job attention_job;
 typedef void (*attention_fn)(const attention_job *, const attention_task *, const attention_buffers *);
 
@@ -78,10 +71,7 @@ struct attention_job {
     attention_task *tasks;
     char *packed_k, *packed_v; /* forward: transposed keys, and values, in panels */
     float *partial;            /* backward: [partial rows, dim] */
-    char *slots;               /* scratch of the tasks that run at one time */
-    atomic_flag *busy;
-    int64_t n_slots;
-    size_t slot_bytes;
+    am_slots slots;
     int64_t n_tasks, packed_rows, partial_rows, longest_column; /* sizes of the above */
 };
 
@@ -97,10 +87,6 @@ am_status attention_layout(attention_job *job, const am_tensor *workspace);
 
 /* Runs all tasks of one kind, costly ones first. */
 void attention_run(attention_job *job, attention_kind kind);
-
-static inline int64_t attention_round(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
-
-static inline int64_t attention_min(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* Keys that a row of the document sees. */
 static inline int64_t attention_limit(const attention_job *job, const attention_doc *doc, int64_t row)

@@ -31,6 +31,38 @@ def test_chat_jsonl(written, processor):
     assert len(ChatJsonlDataset(written, processor, limit=3)) == 3
 
 
+@pytest.fixture
+def with_clips(written):
+    """The eight images, and four conversations about two of them one after another."""
+    lines = []
+    for i in range(4):
+        names = [f"{i}.png"] * 2 + [f"{i + 4}.png"] * 2
+        content = [{"type": "video", "video": names, "fps": 2}, {"type": "text", "text": "?"}]
+        messages = [{"role": "user", "content": content}, {"role": "assistant", "content": f"{i}{i + 4}"}]
+        lines.append(json.dumps({"messages": messages}))
+    with open(written, "a") as file:
+        file.write("\n".join(lines) + "\n")
+    return written
+
+
+def test_chat_jsonl_of_videos(with_clips, processor):
+    dataset = ChatJsonlDataset(with_clips, processor)
+    greys = {i: dataset[i]["pixel_values"][0] for i in range(8)}
+    for i in range(4):
+        sample = dataset[8 + i]
+        assert sample["video_grid_thw"].tolist() == [[2, 4, 4]] and len(sample["image_grid_thw"]) == 0
+        first, second = sample["pixel_values_videos"].reshape(2, 16, -1)
+        assert torch.equal(first[0], greys[i]) and torch.equal(second[0], greys[i + 4]), "a frame is as an image"
+
+
+def test_chat_jsonl_shuffle_deals_videos_among_videos(with_clips, processor):
+    plain = ChatJsonlDataset(with_clips, processor)
+    dealt = ChatJsonlDataset(with_clips, processor, shuffle_images=True, seed=3)
+    clips = [[part["video"] for parts in dataset.videos for part in parts] for dataset in (plain, dealt)]
+    assert clips[0] != clips[1] and sorted(clips[0]) == sorted(clips[1])
+    assert [len(parts) for parts in dealt.videos] == [len(parts) for parts in plain.videos] == [0] * 8 + [1] * 4
+
+
 def test_chat_jsonl_cache(written, processor):
     dataset = ChatJsonlDataset(written, processor, cache=True)
     assert dataset[2] is dataset[2]
@@ -60,7 +92,12 @@ def _turn(role, content):
 @pytest.mark.parametrize(
     "messages, words",
     [
-        ([_turn("user", [{"type": "video", "video": "a.mp4"}]), _turn("assistant", "5")], "a part of type 'video'"),
+        ([_turn("user", [{"type": "audio", "audio": "a.wav"}]), _turn("assistant", "5")], "a part of type 'audio'"),
+        ([_turn("user", [{"type": "video"}]), _turn("assistant", "5")], "a video part without a file name"),
+        (
+            [_turn("user", [{"type": "video", "video": "a.mp4", "start": 3}]), _turn("assistant", "5")],
+            "a video part with 'start'",
+        ),
         ([_turn("user", [{"type": "image_url", "image_url": "0.png"}]), _turn("assistant", "5")], "type 'image_url'"),
         ([_turn("user", [{"type": "text", "txt": "?"}]), _turn("assistant", "5")], "a text part without text"),
         ([_turn("user", [{"type": "image"}]), _turn("assistant", "5")], "an image part without a file name"),

@@ -6,6 +6,8 @@ from automodel_c.data.packing import PackedDataset, build_pack, build_packs, kna
 from automodel_c.models.patch.documents import find_documents
 from automodel_c.recipes.schema import PackedSequence
 
+IMAGE, VIDEO = 90, 91
+
 
 @pytest.mark.parametrize(
     ("lengths", "capacity", "expected"),
@@ -22,13 +24,19 @@ def test_knapsack(lengths, capacity, expected):
     assert knapsack(lengths, capacity) == expected
 
 
-def sample(length, images=0, start=1):
+def sample(length, images=0, start=1, videos=0, media=(0, 0)):
+    """A document of `length` text tokens, `media` tokens of (images, videos) before them, and patches and grids of
+    (1, 4, 4) images and (2, 4, 4) videos."""
+    text = torch.arange(start, start + length)
+    ids = torch.cat([torch.full((media[0],), IMAGE), torch.full((media[1],), VIDEO), text])
     return {
-        "input_ids": torch.arange(start, start + length),
-        "labels": torch.arange(100 + start, 100 + start + length),
-        "position_ids": torch.arange(length).expand(3, length),
+        "input_ids": ids,
+        "labels": ids + 100,
+        "position_ids": torch.arange(len(ids)).expand(3, -1),
         "pixel_values": torch.full((16 * images, 4), float(start)),
         "image_grid_thw": torch.tensor([[1, 4, 4]] * images, dtype=torch.int64).reshape(-1, 3),
+        "pixel_values_videos": torch.full((32 * videos, 4), start + 0.5),
+        "video_grid_thw": torch.tensor([[2, 4, 4]] * videos, dtype=torch.int64).reshape(-1, 3),
     }
 
 
@@ -46,9 +54,21 @@ def test_build_pack():
     assert pack["input_ids"].tolist() == [1, 2, 3, 4, 5]
     assert pack["doc_ids"].tolist() == [1, 1, 1, 2, 2]
     assert pack["position_ids"].tolist() == [0, 1, 2, 0, 1]
-    pack = build_pack([sample(3, images=1), sample(2, images=2, start=7)])
-    assert pack["position_ids"].tolist() == [[0, 1, 2, 0, 1]] * 3
+    pack = build_pack([sample(3, images=1, videos=1), sample(2, images=2, start=7), sample(1, videos=2, start=3)])
+    assert pack["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0]] * 3
     assert pack["n_images"] == 3 and pack["pixel_values"][:, 0].tolist() == [1.0] * 16 + [7.0] * 32
+    assert pack["n_videos"] == 3 and pack["pixel_values_videos"][:, 0].tolist() == [1.5] * 32 + [3.5] * 64
+    assert pack["video_grid_thw"].tolist() == [[2, 4, 4]] * 3
+
+
+def test_build_pack_carries_the_types_of_tokens():
+    documents = [
+        {**sample(2), "mm_token_type_ids": torch.tensor([0, 2])},
+        {**sample(1), "mm_token_type_ids": torch.tensor([1])},
+    ]
+    assert build_pack(documents)["mm_token_type_ids"].tolist() == [0, 2, 1]
+    with pytest.raises(ValueError, match="1 of 2 samples have mm_token_type_ids"):
+        build_pack([documents[0], sample(2)])
 
 
 def test_packs_drop_or_refuse_long_samples():
@@ -67,6 +87,9 @@ def test_packs_keep_the_ratio_the_order_and_the_limit():
     assert len(PackedDataset(samples, pack_size=9, packing_ratio=0.8)) == 4
     ordered = PackedDataset(samples, pack_size=4, balance_media_tokens=True)
     assert [p["n_images"] for p in ordered] == [0, 0, 1, 2]
+    clips = [sample(4, videos=1), sample(4, images=1), sample(4, images=1, videos=1), sample(4)]
+    ordered = PackedDataset(clips, pack_size=4, balance_media_tokens=True)
+    assert [(p["n_images"], p["n_videos"]) for p in ordered] == [(0, 0), (1, 0), (0, 1), (1, 1)]
     assert len(PackedDataset(samples, pack_size=4, max_packs=3)) == 3
 
 
@@ -82,12 +105,20 @@ def test_build_packs_checks_its_section():
 
 
 def test_collate_packs(processor):
-    packs = [build_pack([sample(2, images=1), sample(1)]), build_pack([sample(3, images=2)])]
-    batch = collate(packs, processor, max_length=4)
-    assert batch["attention_mask"].tolist() == [[1, 1, 2, 0], [1, 1, 1, 0]]
-    assert batch["labels"].tolist() == [[101, 102, 101, -100], [101, 102, 103, -100]]
-    assert batch["position_ids"].shape == (3, 2, 4) and len(batch["pixel_values"]) == 48
-    found = find_documents((2, 4), position_ids=batch["position_ids"], attention_mask=batch["attention_mask"])
-    assert found.docs.tolist() == [[0, 2], [2, 3], [4, 7]]
+    packs = [build_pack([sample(2), sample(1)]), build_pack([sample(3)])]
+    batch = collate([*packs, with_media(processor)], processor, max_length=17)
+    assert batch["attention_mask"][:, :5].tolist() == [[1, 1, 2, 0, 0], [1, 1, 1, 0, 0], [1] * 5]
+    assert batch["labels"][:2, :4].tolist() == [[101, 102, 101, -100], [101, 102, 103, -100]]
+    assert batch["position_ids"].shape == (3, 3, 17)
+    assert len(batch["pixel_values"]) == 16 and len(batch["pixel_values_videos"]) == 32
+    found = find_documents((3, 17), position_ids=batch["position_ids"], attention_mask=batch["attention_mask"])
+    assert found.docs.tolist() == [[0, 2], [2, 3], [17, 20], [34, 51]]
     with pytest.raises(ValueError, match=r"packed_sequence\.collate_max_length=2: a pack has 3 tokens"):
         collate(packs, processor, max_length=2)
+
+
+def with_media(processor):
+    """A pack of one document: an image of 4 tokens, a video of 2 * 4, and text."""
+    made = sample(5, images=1, videos=1, media=(4, 8))
+    made["input_ids"][:4], made["input_ids"][4:12] = processor.image_token_id, processor.video_token_id
+    return build_pack([made])

@@ -216,6 +216,48 @@ def attention_calls():
     yield attention("attention_forward", "read-only", ValueError, out=lambda: read_only(5))
 
 
+def gdn(method, label, raises=None, **changes):
+    """A call of a gated_delta_rule method with some of its arguments replaced by what `changes` makes."""
+
+    def make():
+        names = {
+            "gated_delta_rule_workspace": "q v",
+            "gated_delta_rule_forward": "o workspace q k v g beta",
+            "gated_delta_rule_backward": "dq dk dv dg dbeta workspace dout q k v g beta",
+        }[method].split()
+        arguments = {name: torch.zeros(5, 1 if name in ("q", "k", "dq", "dk") else 2, 8) for name in names}
+        arguments |= {name: torch.zeros(5, 2) for name in ("g", "beta", "dg", "dbeta") if name in names}
+        arguments["docs"] = [0, 2, 2, 5]
+        if method == "gated_delta_rule_workspace":
+            arguments["backward"] = False
+        else:
+            arguments |= {"workspace": torch.zeros(1 << 21, dtype=torch.uint8), "scale": 1.0, "l2norm": True}
+        arguments.update({name: value() if callable(value) else value for name, value in changes.items()})
+        return (), {name: value for name, value in arguments.items() if value is not Ellipsis}
+
+    return Call(method, label, make, raises, slow=20 if raises is None and "workspace" not in method else 1)
+
+
+def gdn_calls():
+    for method in ("gated_delta_rule_workspace", "gated_delta_rule_forward", "gated_delta_rule_backward"):
+        yield gdn(method, "plain")
+        yield gdn(method, "missing", TypeError, docs=...)
+        yield gdn(method, "unexpected", TypeError, other=1)
+        yield gdn(method, "not-a-tensor", TypeError, v=3)
+        yield gdn(method, "docs-kind", TypeError, docs=lambda: torch.zeros(2))
+        yield gdn(method, "docs-order", ValueError, docs=[0, 3, 2, 5])
+        yield gdn(method, "dtype", TypeError, q=lambda: torch.zeros(5, 1, 8, dtype=torch.float16))
+        yield gdn(method, "dim", NotImplementedError, q=lambda: torch.zeros(5, 1, 9))
+        yield gdn(method, "stride", ValueError, v=lambda: torch.zeros(5, 2, 16)[..., ::2])
+    state, wrong = lambda: torch.zeros(2, 2, 8, 8), lambda: torch.zeros(1, 2, 8, 8)
+    for method, last in (("gated_delta_rule_forward", "final"), ("gated_delta_rule_backward", "dinitial")):
+        yield gdn(method, "states", initial=state, **{last: state})
+        yield gdn(method, "documents", ValueError, initial=wrong)
+        yield gdn(method, "small", ValueError, workspace=lambda: torch.zeros(3, dtype=torch.uint8))
+        yield gdn(method, "gate", TypeError, g=lambda: torch.zeros(5, 2, dtype=torch.bfloat16))
+    yield gdn("gated_delta_rule_forward", "read-only", ValueError, o=lambda: read_only(5))
+
+
 def numbers(*shape, dtype=torch.float32):
     return torch.ones(shape, dtype=dtype)
 
@@ -339,6 +381,28 @@ def mlp_calls():
     yield from variants("gelu_backward", [x, x, x], {"tanh": False}, wrong)
 
 
+def moe_calls():
+    f = lambda *shape, dtype=torch.float32: lambda: numbers(*shape, dtype=dtype)  # noqa: E731
+    inputs = [f(3, 4), f(2, 4), f(2, 6, 4), f(2, 4, 3), lambda: torch.tensor([False, True, False])]
+    wrong = [("top_k", ValueError, "top_k", 3), ("padding", TypeError, -1, f(3))]
+    settings = {"top_k": 1, "backward": False}
+    shape = lambda at: ("shape", ValueError, at, f(2, 4, 5))  # noqa: E731
+    yield from variants("moe_workspace", inputs, settings, [*wrong, shape(3)])
+    kept = [f(3, 2), f(3, 1, dtype=torch.int32), f(3, 1)]
+    scratch = lambda: torch.zeros(1 << 16, dtype=torch.uint8)  # noqa: E731
+    outputs = [f(3, 4), integers(0, 0), f(2), lambda: torch.tensor(0), *kept, scratch]
+    small = lambda at: ("small", ValueError, at, lambda: torch.zeros(9, dtype=torch.uint8))  # noqa: E731
+    top_k = {"top_k": 1}
+    yield from variants("moe_forward", [*outputs, *inputs], top_k, [*wrong, shape(11), small(7)])
+    gradients = [lambda: torch.zeros(1 << 20, dtype=torch.uint8), f(3, 4), *inputs[:4], *kept, f(3, 6), inputs[4]]
+    wrong = [shape(5), small(0), ("chosen", ValueError, 7, lambda: torch.full((3, 1), 2, dtype=torch.int32))]
+    yield from variants("moe_backward", gradients, {**top_k, "dhidden": f(3, 4), "drouter": f(2, 4)}, wrong)
+    x = f(3, 4)
+    wrong = [("shape", ValueError, 2, f(3, 5)), ("dtype", TypeError, 2, integers(1))]
+    yield from variants("shared_expert_forward", [x, x, x, f(3)], {}, wrong)
+    yield from variants("shared_expert_backward", [x, f(3), x, x, f(3)], {}, wrong)
+
+
 CALLS = [
     ok("build_info", "plain", lambda: ((), {})),
     ok("set_isa", "scalar", lambda: (("scalar",), {})),
@@ -360,8 +424,10 @@ CALLS = [
     *comm_calls(),
     *conv_calls(),
     *gate_calls(),
+    *gdn_calls(),
     *loss_calls(),
     *norm_calls(),
     *rope_calls(),
     *mlp_calls(),
+    *moe_calls(),
 ]

@@ -6,7 +6,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-IMAGE = 90
+from automodel_c.data.positions import mrope_positions
+
+IMAGE, VIDEO = 90, 91
 VOCAB = 96
 
 
@@ -32,7 +34,7 @@ def config(family="qwen3_5_moe", *, head_dim=16, vision_heads=2, **text):
         "num_position_embeddings": 16, "out_hidden_size": 32, "initializer_range": 0.1,
     }  # fmt: skip
     return AutoConfig.for_model(
-        family, text_config=sizes | text, vision_config=vision, image_token_id=IMAGE, video_token_id=91,
+        family, text_config=sizes | text, vision_config=vision, image_token_id=IMAGE, video_token_id=VIDEO,
         vision_start_token_id=92, vision_end_token_id=93,
     )  # fmt: skip
 
@@ -74,30 +76,30 @@ def in_float64(model):
     return twin
 
 
-def document(length, *, grids=(), seed=0):
-    """A document of `length` text tokens with images of (h, w) patches after the second: dict of input_ids, labels
-    [L], position_ids [3, L], pixel_values, image_grid_thw."""
+def document(length, *, grids=(), videos=(), seed=0):
+    """A document of `length` text tokens with images of (h, w) patches after the second, then videos of (t, h, w): dict
+    of input_ids, labels [L], position_ids [3, L], pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw.
+    Two tokens of text stand before each frame of a video."""
     generator = torch.Generator().manual_seed(seed)
     text = torch.randint(0, 80, (length,), generator=generator)
-    ids, axes, now = [text[:2]], [torch.arange(min(2, length)).expand(3, -1)], min(2, length)
-    for h, w in grids:
-        h, w = h // 2, w // 2
-        row, column = torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij")
-        ids.append(torch.full((h * w,), IMAGE))
-        axes.append(torch.stack([torch.zeros_like(row), row, column]).reshape(3, -1) + now)
-        now += max(h, w)
-    ids.append(text[2:])
-    axes.append(torch.arange(max(0, length - 2)).expand(3, -1) + now)
-    ids = torch.cat(ids)
-    labels = torch.where(ids == IMAGE, -100, ids)
+    ids = [text[:2]]
+    ids += [torch.full((h * w // 4,), IMAGE) for h, w in grids]
+    for t, h, w in videos:
+        ids += [torch.tensor([81, 82] + [VIDEO] * (h * w // 4))] * t
+    ids = torch.cat([*ids, text[2:]])
+    labels = torch.where((ids == IMAGE) | (ids == VIDEO), -100, ids)
     labels[: len(ids) // 3] = -100
-    patches = sum(h * w for h, w in grids)
+    image_grid = torch.tensor([[1, h, w] for h, w in grids], dtype=torch.int64).reshape(-1, 3)
+    video_grid = torch.tensor(videos, dtype=torch.int64).reshape(-1, 3)
+    patches = [int(grid.prod(1).sum()) for grid in (image_grid, video_grid)]
     return {
         "input_ids": ids,
         "labels": labels,
-        "position_ids": torch.cat(axes, 1),
-        "pixel_values": torch.randn(patches, 3 * 2 * 16, generator=generator),
-        "image_grid_thw": torch.tensor([[1, h, w] for h, w in grids], dtype=torch.int64).reshape(-1, 3),
+        "position_ids": mrope_positions(ids, image_grid, IMAGE, 2, video_grid_thw=video_grid, video_token_id=VIDEO),
+        "pixel_values": torch.randn(patches[0], 3 * 2 * 16, generator=generator),
+        "image_grid_thw": image_grid,
+        "pixel_values_videos": torch.randn(patches[1], 3 * 2 * 16, generator=generator),
+        "video_grid_thw": video_grid,
     }
 
 
@@ -109,8 +111,10 @@ def pack(documents):
         "labels": joined["labels"][None],
         "position_ids": joined["position_ids"][:, None],
     }
-    media = {key: torch.cat([d[key] for d in documents]) for key in ("pixel_values", "image_grid_thw")}
-    return batch | (media if len(media["image_grid_thw"]) else {})
+    for keys in (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw")):
+        media = {key: torch.cat([d[key] for d in documents]) for key in keys}
+        batch |= media if len(media[keys[1]]) else {}
+    return batch
 
 
 def uneven():
@@ -125,12 +129,22 @@ def uneven():
     ]
 
 
+def with_videos():
+    """Documents with a video, with a video of other frames after an image, with two of each, and with neither."""
+    return [
+        document(9, videos=[(2, 4, 4)], seed=1),
+        document(30, seed=2),
+        document(5, grids=[(2, 4)], videos=[(3, 4, 2)], seed=3),
+        document(7, grids=[(4, 4), (2, 2)], videos=[(1, 2, 2), (2, 2, 6)], seed=4),
+        document(4, grids=[(2, 6)], seed=5),
+    ]
+
+
 def run(model, batch, **more):
     """{"loss": ..., parameter name: gradient} of one backward."""
     model.zero_grad(set_to_none=True)
     dtype = next(model.parameters()).dtype
-    if "pixel_values" in batch:
-        batch = {**batch, "pixel_values": batch["pixel_values"].to(dtype)}
+    batch = {**batch, **{key: x.to(dtype) for key, x in batch.items() if key.startswith("pixel_values")}}
     loss = model(**batch, **more).loss
     loss.backward()
     grads = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}

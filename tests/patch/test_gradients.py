@@ -7,6 +7,8 @@ import pytest
 import torch
 
 import automodel_c
+from automodel_c.data.collate import as_images
+from automodel_c.data.positions import media_types
 from tests.numerics import assert_as_good_as
 from tests.patch import models
 
@@ -20,9 +22,12 @@ def compare(found, naive, truth, name):
         assert_as_good_as(ours.float(), plain.float(), exact.double(), name=f"{name}: {key}")
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
-def test_pack_equals_each_document_alone(family):
-    documents = models.uneven()
+@pytest.mark.parametrize(
+    ("family", "make"),
+    [("qwen3_5", models.uneven), ("qwen3_5_moe", models.uneven), ("qwen3_5", models.with_videos)],
+)
+def test_pack_equals_each_document_alone(family, make):
+    documents = make()
     runs = {"truth": [], "naive": [], "alone": [], "pack": []}
     for seed in SEEDS:
         model = models.build(family, seed=seed)
@@ -34,6 +39,24 @@ def test_pack_equals_each_document_alone(family):
         runs["pack"].append(models.run(model, models.pack(documents)))
     for name in ("alone", "pack"):
         compare(runs[name], runs["naive"], runs["truth"], name)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_pack_of_videos_has_the_bits_of_their_frames_as_images(family):
+    """Together with the rule on packs of images: each document of a pack of videos is as it is alone."""
+    documents = [models.document(9, videos=[(2, 4, 4), (3, 2, 6)], seed=1), models.document(30, seed=2),
+                 models.document(5, videos=[(1, 4, 2)], seed=3)]  # fmt: skip
+    model = models.build(family)
+    automodel_c.patch_transformers(model)
+    batch = models.pack(documents)
+    types = media_types(batch["input_ids"], models.IMAGE, models.VIDEO)
+    nothing = {"pixel_values": torch.zeros(0, 96), "image_grid_thw": torch.zeros(0, 3, dtype=torch.int64)}
+    images = as_images({**batch, **nothing, "mm_token_type_ids": types}, models.IMAGE)
+    images = {key: images[key] for key in ("input_ids", "labels", "position_ids", "pixel_values", "image_grid_thw")}
+    expected, found = models.run(model, images), models.run(model, batch)
+    assert len(images["image_grid_thw"]) == 6 and "pixel_values" not in batch
+    for key, value in expected.items():
+        assert torch.equal(found[key], value), key
 
 
 def as_mask(documents, pad=0):

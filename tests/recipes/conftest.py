@@ -27,7 +27,7 @@ TINY = (  # one gated-delta layer and one of full attention, narrow
     "packed_sequence.pack_size=64",
     "optimizer.lr=2.0e-3",
     "lr_scheduler.lr_warmup_steps=2",
-    "validation_dataset.limit=21",
+    "validation_dataset.limit=21",  # seven of them clips
 )
 
 

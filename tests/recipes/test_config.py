@@ -86,6 +86,16 @@ def test_load_recipe_unknown_override(recipe):
         ({"rng": {"seed": 2**32}}, "rng.seed: expected less than 4294967296, found 4294967296"),
         ({"processor": {"words": ["a", ""]}}, "processor.words: a word is empty"),
         ({"optimizer": {"_target_": "torch.optim.SGD"}}, "optimizer._target_: unknown name 'torch.optim.SGD'"),
+        (
+            {"processor": {"video_processor": {"max_frames": 0}}},
+            "video_processor.max_frames: expected at least 1, found 0",
+        ),
+        ({"processor": {"video_processor": {"fps": 0}}}, "video_processor.fps: expected at least 0.001, found 0.0"),
+        (
+            {"processor": {"video_processor": {"size": {"longest": 1}}}},
+            "size.longest; .* processor.video_processor.size.longest_edge",
+        ),
+        ({"processor": {"video_processor": {"_target_": "list"}}}, "video_processor._target_: unknown name 'list'"),
         ({"dataset": {"_target_": "make_digit_dataset"}}, "the nearest known one is 'make_digits_dataset'"),
     ],
 )
@@ -147,6 +157,18 @@ def test_load_recipe_bad_file(tmp_path, text, message):
 def test_load_recipe_not_supported(recipe, key, value):
     with pytest.raises(NotImplementedError, match=f"{key}=.* is not supported yet; only"):
         recipe({}, f"{key}={value}")
+
+
+def test_load_recipe_video_processor(recipe):
+    section = {
+        "_target_": "transformers.AutoVideoProcessor.from_pretrained",
+        "size": {"shortest_edge": 1024, "longest_edge": 524288},
+        "fps": 2,
+        "max_frames": 8,
+    }
+    loaded = recipe({"processor": {"video_processor": section}}).processor.video_processor
+    assert asdict(loaded) == {**section, "min_frames": None}
+    assert asdict(recipe({"processor": {"video_processor": None}}).processor.video_processor)["fps"] is None
 
 
 def test_load_recipe_off_values(recipe):

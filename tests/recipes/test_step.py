@@ -5,8 +5,11 @@ import sys
 import pytest
 import torch
 
+from automodel_c.data.collate import collate
 from automodel_c.recipes.config import load_recipe
-from automodel_c.recipes.step import cross_entropy_sum
+from automodel_c.recipes.finetune_vlm import build
+from automodel_c.recipes.runtime import start_ranks
+from automodel_c.recipes.step import cross_entropy_sum, model_inputs
 
 from .conftest import DIGITS, ROOT
 from .step_worker import gradients
@@ -25,6 +28,23 @@ def test_cross_entropy_sum_no_label():
     loss = cross_entropy_sum(logits, torch.full((1, 3), -100))
     loss.backward()
     assert loss.item() == 0 and (logits.grad == 0).all()
+
+
+def test_model_inputs_of_videos(tiny, tmp_path, monkeypatch):
+    """What the model says of a batch of images and clips is what it says when videos are handed over as such."""
+    monkeypatch.setenv("MASTER_PORT", "29537")
+    for key, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(key, value)
+    with start_ranks(load_recipe(DIGITS, tiny)) as runtime, torch.no_grad():
+        run = build(load_recipe(DIGITS, tiny), runtime)
+        packs = [next(p for p in run.dataset if p[key]) for key in ("n_videos", "n_images", "n_videos")]
+        batch = collate(packs, run.processor)
+        inputs = model_inputs(batch, runtime.device, run.model.config)
+        assert "pixel_values_videos" not in inputs
+        names = ("input_ids", "position_ids", "attention_mask", "mm_token_type_ids", "pixel_values", "image_grid_thw")
+        plain = {name: batch[name] for name in (*names, "pixel_values_videos", "video_grid_thw")}
+        ours, theirs = run.model(**inputs, use_cache=False).logits, run.model(**plain, use_cache=False).logits
+    torch.testing.assert_close(ours, theirs)
 
 
 def test_gradients_do_not_depend_on_ranks(tiny, tmp_path):

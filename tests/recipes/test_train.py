@@ -1,5 +1,6 @@
 import json
 import math
+import re
 import shutil
 import time
 
@@ -29,7 +30,7 @@ def test_train_metrics(finished):
         assert type(row["step"]) is int and type(row["tokens"]) is int
         for key in ("loss", "grad_norm", "lr", "tokens_per_s", "memory"):
             assert type(row[key]) is float and math.isfinite(row[key]) and row[key] > 0, (key, row)
-        assert row["num_label_tokens"] % 2 == 0 and row["num_label_tokens"] >= 32, "an answer is two tokens"
+        assert row["num_label_tokens"] >= 32, "an answer is two tokens at least"
         assert 16 * 32 < row["tokens"] <= 16 * 64, "16 packs of at most 64 tokens, better than half full"
     assert rows[0]["lr"] == pytest.approx(1e-3) and rows[-1]["lr"] < rows[2]["lr"]
 
@@ -41,6 +42,9 @@ def test_train_output(finished):
     assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["step_3", "step_6"]
     assert all((p / ".metadata").is_file() for p in (folder / "checkpoints").iterdir())
     assert "held-out accuracy: " in done.stdout and " of 21)" in done.stdout
+    assert re.search(r"\n  videos \S+ % \(\d of 7\), images \S+ % \(\d+ of 14\)", done.stdout)
+    for row in _rows(folder / "validation.jsonl"):
+        assert row["accuracy"] == pytest.approx((row["accuracy_video"] + 2 * row["accuracy_image"]) / 3)
     for word in ("loss ", " tokens/s", " GiB", "6/6"):
         assert done.stderr.rsplit("\r", 1)[-1].count(word) == 1, done.stderr
 
@@ -48,11 +52,17 @@ def test_train_output(finished):
 def test_train_names_the_rank_that_failed(digits_folder, tiny, tmp_path):
     """A picture that cannot be read, seen by rank 1 alone in its second step, ends both ranks within seconds."""
     shutil.copytree(digits_folder, tmp_path / "digits")
-    mine = iter(GlobalBatchSampler(1501, global_batch_size=16, local_batch_size=4, dp_rank=1, dp_size=2, seed=1234))
+    path = tmp_path / "digits" / "train.jsonl"
+    lines = path.read_text().splitlines()
+    mine = iter(
+        GlobalBatchSampler(len(lines), global_batch_size=16, local_batch_size=4, dp_rank=1, dp_size=2, seed=1234)
+    )
     index = [next(mine) for _ in range(4)][2][0]
-    line = (tmp_path / "digits" / "train.jsonl").read_text().splitlines()[index]
-    name = json.loads(line)["messages"][0]["content"][0]["image"]
-    (tmp_path / "digits" / name).write_bytes(b"not a picture")
+    messages = json.loads(lines[index])["messages"]
+    messages[0]["content"][0] = {"type": "image", "image": "images/bad.png"}
+    lines[index] = json.dumps({"messages": messages})
+    path.write_text("\n".join(lines))
+    (tmp_path / "digits" / "images" / "bad.png").write_bytes(b"not a picture")
     began = time.monotonic()
     apart = "packed_sequence.enabled=false"  # packs are planned from every sample, on both ranks, before the first step
     overrides = (*tiny, *data_at(tmp_path / "digits"), apart, "loss_fn._target_=MaskedCrossEntropy")
@@ -92,7 +102,9 @@ def test_export_loads_into_transformers(finished, tiny):
     patch_transformers(exported)  # the same weights on the same operators, to the bit
     with start_ranks(recipe) as runtime, torch.no_grad():
         run = build(recipe, runtime)
-        inputs = model_inputs(collate([run.held_out[i] for i in range(3)], run.processor), runtime.device)
+        inputs = model_inputs(
+            collate([run.held_out[i] for i in range(3)], run.processor), runtime.device, exported.config
+        )
         run.model.eval()
         ours, theirs = run.model(**inputs, use_cache=False).logits, exported.eval()(**inputs, use_cache=False).logits
     assert torch.equal(ours, theirs)

@@ -1,0 +1,146 @@
+"""Short clips from what files hold them: only the frames that are asked for."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageSequence
+
+IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff")
+ANIMATIONS = (".gif", ".webp", ".apng", ".png")
+ARRAYS = (".npy", ".npz")
+PART_KEYS = {"type", "video", "fps", "raw_fps"}
+
+
+@dataclass
+class Clip:
+    """frames: uint8 [n, height, width, 3]. seconds: when each temporal patch of them is seen."""
+
+    frames: np.ndarray
+    seconds: list
+
+
+def check_clip_part(part):
+    """ValueError where a conversation's video part is none that `read_clip` reads."""
+    unknown = sorted(set(part) - PART_KEYS)
+    if unknown:
+        raise ValueError(f"a video part with {unknown[0]!r}: only {', '.join(sorted(PART_KEYS))} are read")
+    names = part.get("video")
+    names = [names] if isinstance(names, str) else names
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+        raise ValueError("a video part without a file name or a list of them")
+    for key in ("fps", "raw_fps"):
+        value = part.get(key)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if value is not None and not (number and 0 < value < float("inf")):
+            raise ValueError(f"a video part whose {key} is {value!r}, no number of frames a second")
+
+
+def read_clip(part, folder, video_processor):
+    """The Clip of a video part: {"video": what holds it, "fps": seen frames a second, "raw_fps": stored ones}.
+
+    What holds it, relative to `folder`: a list of image files; a folder of them, in the order of their names; an
+    animation (.gif, .webp, .apng) that Pillow reads; an array (.npy, or `frames` and perhaps `fps` in an .npz) uint8
+    [n, height, width, 3]; else a video file, which needs PyAV. fps: None for the processor's. raw_fps: None for
+    what the file says; where that is nothing, `fps`, as of frames that were taken from a film at that rate.
+    ValueError where there is no frame or no rate; RuntimeError without PyAV.
+    """
+    names = part["video"]
+    where = Path(folder, names) if isinstance(names, str) else [Path(folder, name) for name in names]
+    count, stored_fps, read = _open(where)
+    fps = part.get("fps")
+    raw_fps = next((rate for rate in (part.get("raw_fps"), stored_fps, fps) if rate is not None), None)
+    if count == 0:
+        raise ValueError(f"video {names}: no frames in it")
+    if raw_fps is None:
+        raise ValueError(f"video {names}: it says no frame rate, and neither does the part (fps or raw_fps)")
+    indices = video_processor.frame_indices(count, raw_fps, fps=fps)
+    kept, again = np.unique(indices, return_inverse=True)
+    frames = read(kept.tolist())
+    if len(frames) < len(kept):
+        raise ValueError(f"video {names}: it says {count} frames and holds fewer")
+    if len({frame.shape for frame in frames}) > 1:
+        raise ValueError(f"video {names}: frames of different sizes")
+    frames = np.stack(frames)[again]
+    if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[-1] != 3:
+        raise ValueError(f"video {names}: expected uint8 [n, height, width, 3], found {frames.dtype}")
+    return Clip(frames, video_processor.seconds(indices.tolist(), raw_fps))
+
+
+def _open(where):
+    """(frames, frames a second or None, a function from sorted indices to their arrays)."""
+    if isinstance(where, list):
+        return _pictures(where)
+    if where.is_dir():
+        return _pictures(sorted(path for path in where.iterdir() if path.suffix.lower() in IMAGES))
+    if not where.is_file():
+        raise FileNotFoundError(f"video {where}: no such file or folder")
+    suffix = where.suffix.lower()
+    if suffix in ARRAYS:
+        return _array(where)
+    return _animation(where) if suffix in ANIMATIONS else _film(where)
+
+
+def _pictures(paths):
+    def read(indices):
+        frames = {}
+        for path in {paths[index] for index in indices}:
+            with Image.open(path) as image:
+                frames[path] = np.asarray(image.convert("RGB"))
+        return [frames[paths[index]] for index in indices]
+
+    return len(paths), None, read
+
+
+def _array(path):
+    stored, fps = np.load(path, mmap_mode="r" if path.suffix.lower() == ".npy" else None), None
+    if isinstance(stored, np.lib.npyio.NpzFile):
+        with stored as named:
+            if "frames" not in named:
+                raise ValueError(f"video {path}: no array called frames in it")
+            fps = float(named["fps"]) if "fps" in named else None
+            stored = named["frames"]
+    return len(stored) if stored.ndim else 0, fps, lambda indices: [np.array(stored[index]) for index in indices]
+
+
+def _animation(path):
+    """The rate is the mean one: an animation may show each frame for a time of its own."""
+    with Image.open(path) as image:
+        count = getattr(image, "n_frames", 1)
+        shown = []
+        for frame in ImageSequence.Iterator(image):
+            frame.load()  # a WebP tells how long a frame is shown once it is decoded
+            shown.append(frame.info.get("duration", 0))
+
+    def read(indices):
+        frames = []
+        with Image.open(path) as image:
+            for index in indices:
+                image.seek(index)
+                frames.append(np.asarray(image.convert("RGB")))
+        return frames
+
+    return count, 1000 * count / sum(shown) if sum(shown) > 0 else None, read
+
+
+def _film(path):
+    try:
+        import av
+    except ImportError:
+        raise RuntimeError(f"video {path}: reading it needs PyAV (pip install av)") from None
+
+    def decode(wanted):
+        with av.open(str(path)) as container:
+            for index, frame in enumerate(container.decode(video=0)):
+                if index in wanted:
+                    yield frame.to_ndarray(format="rgb24")
+                if index == max(wanted):
+                    return
+
+    with av.open(str(path)) as container:
+        if not container.streams.video:
+            raise ValueError(f"video {path}: no frames in it")
+        stream = container.streams.video[0]
+        rate = stream.average_rate
+        count = stream.frames or sum(1 for _ in container.decode(video=0))
+    return count, float(rate) if rate else None, lambda indices: list(decode(set(indices)))

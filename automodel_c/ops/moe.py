@@ -1,0 +1,255 @@
+"""Routed experts: router, top-k, grouped expert products, and what the auxiliary losses need; the shared expert's join.
+
+Letters: T tokens, H hidden size, E experts, I an expert's inner size, k experts a token, n tokens that are not padding.
+"""
+
+import operator
+
+import torch
+
+from automodel_c import _amcore
+from automodel_c.ops import _alloc
+from automodel_c.ops._library import define, require_tensors
+
+
+def moe(
+    hidden,
+    router_weight,
+    gate_up,
+    down,
+    *,
+    top_k,
+    padding=None,
+    ep_group=None,
+    return_aux=False,
+    return_router_stats=False,
+):
+    """Sum over a token's `top_k` experts of its routing weight times `down_e @ (silu(gate_e x) * up_e x)`.
+
+    The router's logits `router_weight @ x` are rounded to hidden's dtype, their softmax is float32, and the chosen
+    experts' probabilities are divided by their sum. Experts with equal logits are taken in the order of their indices.
+
+    Args:
+        hidden: [T, H], float32 or bfloat16, last axis contiguous as of all others.
+        router_weight: [E, H], hidden's dtype.
+        gate_up: [E, 2I, H], hidden's dtype, the gate in the first half.
+        down: [E, H, I], hidden's dtype.
+        top_k: experts of a token, 1 to E.
+        padding: bool [T] or None; True marks a row that is never routed, may hold NaN, and has output and gradient 0.
+        ep_group: None or a process group of one rank.
+        return_aux: return (out, this layer's auxiliary loss): `per_layer_aux_loss` of the statistics.
+        return_router_stats: return (out, load, prob_sum, real_rows): load int64 [E], how many tokens chose an expert;
+            prob_sum float32 [E], differentiable, the sum of the full softmax over the tokens; real_rows int64 [], n.
+
+    Returns:
+        out [T, H] in hidden's dtype, alone or with what was asked for.
+
+    Raises:
+        ValueError: shapes that disagree, a strided last axis, another device, a `top_k` out of range, both returns.
+        TypeError: another dtype, an `ep_group` that is none. NotImplementedError: a group of several ranks.
+        RuntimeError: a second derivative.
+
+    For backward the logits, choices and gate_up's products are kept, in hidden's dtype: T (E + 2 k I) numbers. The
+    products are not made again, because that costs a third of the forward and activation checkpointing, which would
+    then do it twice, already gives the memory back. A second forward routes alike, to the bit.
+    """
+    tensors = {"hidden": hidden, "router_weight": router_weight, "gate_up": gate_up, "down": down}
+    require_tensors("moe", **tensors)
+    if padding is not None:
+        require_tensors("moe", padding=padding)
+        tensors["padding"] = padding
+    _check(tensors, ep_group, return_aux and return_router_stats)
+    keep = torch.is_grad_enabled() and any(x.requires_grad for x in (hidden, router_weight, gate_up, down))
+    count = _count(top_k)
+    out, *stats = _moe(hidden, router_weight, gate_up, down, padding, count, keep)[:4]
+    if return_router_stats:
+        return out, *stats
+    return (out, per_layer_aux_loss(*stats, top_k=count)) if return_aux else out
+
+
+def per_layer_aux_loss(load, prob_sum, real_rows, *, top_k):
+    """Sum over e of (load_e E / (k N)) (prob_sum_e / N), N = max(real_rows, 1): 1 when all experts are used alike.
+
+    The statistics are those of `moe(..., return_router_stats=True)`, perhaps summed over ranks. A scalar float32 whose
+    gradient goes through prob_sum alone; 0 without real rows.
+    """
+    n = real_rows.clamp(min=1).float()
+    return ((load.float() * (len(load) / top_k) / n) * (prob_sum / n)).sum()
+
+
+def load_balancing_loss(stats):
+    """transformers' load_balancing_loss_func: E times the sum over e of (sum of load_e / N) (sum of prob_sum_e / N).
+
+    Args:
+        stats: for every layer (load, prob_sum, real_rows) of `moe(..., return_router_stats=True)`.
+
+    Returns:
+        A scalar float32, top_k when all experts are used alike; 0 without real rows.
+    """
+    loads, prob_sums, rows = zip(*stats, strict=True)
+    n = torch.stack(rows).sum().clamp(min=1).float()
+    load, prob_sum = torch.stack(loads).sum(0).float(), torch.stack(prob_sums).sum(0)
+    return ((load / n) * (prob_sum / n)).sum() * len(load)
+
+
+def add_shared_expert(out, shared, gate):
+    """`out + sigmoid(gate) * shared`, rounded after each of the three operations.
+
+    Args:
+        out, shared: [T, H], float32 or bfloat16, last axis contiguous: the routed experts' sum, the shared expert.
+        gate: [T, 1] or [T], the same dtype, before the sigmoid.
+
+    Returns:
+        [T, H].
+
+    Raises:
+        ValueError: shapes that disagree, a strided last axis. TypeError: another dtype. RuntimeError: a second
+        derivative.
+    """
+    require_tensors("add_shared_expert", out=out, shared=shared, gate=gate)
+    return _join(out, shared, gate)
+
+
+def _check(tensors, ep_group, both):
+    device = tensors["hidden"].device
+    for name, x in tensors.items():
+        if x.device != device:
+            raise ValueError(f"moe: {name} is on {x.device}, hidden on {device}")
+    if both:
+        raise ValueError("moe: return_aux and return_router_stats are both given, at most 1 is possible")
+    if ep_group is None:
+        return
+    if not (torch.distributed.is_available() and isinstance(ep_group, torch.distributed.ProcessGroup)):
+        raise TypeError(f"moe: ep_group must be a process group or None, not {type(ep_group).__name__}")
+    if ep_group.size() > 1:
+        raise NotImplementedError(
+            f"moe: ep_group has {ep_group.size()} ranks; there is the path of one rank, which holds all experts"
+        )
+
+
+def _count(top_k):
+    if isinstance(top_k, bool) or not hasattr(top_k, "__index__"):
+        raise TypeError(f"moe: top_k is {type(top_k).__name__}, an int is needed")
+    return operator.index(top_k)
+
+
+def _outputs(hidden, router_weight, down, top_k, keep, empty):
+    """Forward's outputs, from `empty(shape, dtype)`."""
+    (tokens, experts), inner = (hidden.shape[0], router_weight.shape[0]), down.shape[2]
+    return (
+        empty(hidden.shape, hidden.dtype),
+        empty((experts,), torch.int64),
+        empty((experts,), torch.float32),
+        empty((), torch.int64),
+        empty((tokens, experts), hidden.dtype),
+        empty((tokens, top_k), torch.int32),
+        empty((tokens, top_k), torch.float32),
+        empty((tokens * top_k, 2 * inner) if keep else (0,), hidden.dtype),
+    )
+
+
+def _moe_cpu(hidden, router_weight, gate_up, down, padding, top_k, keep):
+    inputs = (hidden, router_weight, gate_up, down, padding)
+    nbytes = _amcore.moe_workspace(*inputs, top_k=top_k, backward=False)
+    results = _outputs(hidden, router_weight, down, top_k, keep, lambda s, d: _alloc.empty(s, d, hidden.device))
+    scratch = _alloc.workspace(nbytes, hidden.device)
+    _amcore.moe_forward(*results[:7], scratch, *inputs, results[7] if keep else None, top_k=top_k)
+    return results
+
+
+def _moe_fake(hidden, router_weight, gate_up, down, padding, top_k, keep):
+    return _outputs(hidden, router_weight, down, top_k, keep, lambda s, d: hidden.new_empty(s, dtype=d))
+
+
+def _moe_backward_cpu(
+    dout, dprob_sum, hidden, router_weight, gate_up, down, padding, logits, chosen, weights, products, need
+):
+    inputs, top_k = (hidden, router_weight, gate_up, down), chosen.shape[1]
+    nbytes = _amcore.moe_workspace(*inputs, padding, top_k=top_k, backward=True)
+    scratch = _alloc.workspace(nbytes, hidden.device)
+    grads = _gradients(inputs, need, _alloc.empty)
+    wanted = [x if needed else None for x, needed in zip(grads, need, strict=True)]
+    dout = dout if dout.shape[-1] <= 1 or dout.stride(-1) == 1 else dout.contiguous()
+    _amcore.moe_backward(
+        scratch, dout, *inputs, logits, chosen, weights, products, padding, dprob_sum, *wanted, top_k=top_k
+    )
+    return grads
+
+
+def _gradients(inputs, need, empty):
+    """A tensor like each input, without elements where it is not needed."""
+    pairs = zip(inputs, need, strict=True)
+    return tuple(empty(x.shape if needed else (0,), x.dtype, x.device) for x, needed in pairs)
+
+
+def _moe_backward_fake(dout, dprob_sum, hidden, router_weight, gate_up, down, *rest):
+    def empty(shape, dtype, device):
+        return hidden.new_empty(shape)
+
+    return _gradients((hidden, router_weight, gate_up, down), rest[-1], empty)
+
+
+def _moe_setup(ctx, inputs, output):
+    hidden, router_weight, gate_up, down, padding, *_ = inputs
+    _, load, _, real_rows, logits, chosen, weights, products = output
+    ctx.mark_non_differentiable(load, real_rows, logits, chosen, weights, products)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(hidden, router_weight, gate_up, down, padding, logits, chosen, weights, products)
+
+
+def _moe_derivative(ctx, dout, _, dprob_sum, *__):
+    hidden, *saved = ctx.saved_tensors
+    need = ctx.needs_input_grad[:4]
+    if dout is None and dprob_sum is None:
+        return (None,) * 7
+    dout = torch.zeros_like(hidden) if dout is None else dout
+    dprob_sum = None if dprob_sum is None else dprob_sum.contiguous()
+    grads = _moe_backward(dout, dprob_sum, hidden, *saved, need)
+    return *(x if needed else None for x, needed in zip(grads, need, strict=True)), None, None, None
+
+
+def _join_cpu(out, shared, gate):
+    result = _alloc.empty(shared.shape, shared.dtype, shared.device)
+    _amcore.shared_expert_forward(result, out, shared, gate)
+    return result
+
+
+def _join_backward_cpu(dout, shared, gate):
+    dshared = _alloc.empty(shared.shape, shared.dtype, shared.device)
+    dgate = _alloc.empty(gate.shape, gate.dtype, gate.device)
+    dout = dout if dout.shape[-1] <= 1 or dout.stride(-1) == 1 else dout.contiguous()
+    _amcore.shared_expert_backward(dshared, dgate, dout, shared, gate)
+    return dshared, dgate
+
+
+def _join_setup(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[1:])
+
+
+_moe_backward = define(
+    "moe_backward(Tensor dout, Tensor? dprob_sum, Tensor hidden, Tensor router_weight, Tensor gate_up, Tensor down, "
+    "Tensor? padding, Tensor logits, Tensor chosen, Tensor weights, Tensor products, bool[] need) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    _moe_backward_cpu,
+    _moe_backward_fake,
+)
+_moe = define(
+    "moe(Tensor hidden, Tensor router_weight, Tensor gate_up, Tensor down, Tensor? padding, int top_k, bool keep) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _moe_cpu,
+    _moe_fake,
+    setup=_moe_setup,
+    backward=_moe_derivative,
+)
+_join_backward = define(
+    "add_shared_expert_backward(Tensor dout, Tensor shared, Tensor gate) -> (Tensor, Tensor)",
+    _join_backward_cpu,
+    lambda dout, shared, gate: (shared.new_empty(shared.shape), gate.new_empty(gate.shape)),
+)
+_join = define(
+    "add_shared_expert(Tensor out, Tensor shared, Tensor gate) -> Tensor",
+    _join_cpu,
+    lambda out, shared, gate: shared.new_empty(shared.shape),
+    setup=_join_setup,
+    backward=lambda ctx, dout: (dout, *_join_backward(dout, *ctx.saved_tensors)),
+)
