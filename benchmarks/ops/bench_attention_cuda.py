@@ -7,12 +7,15 @@ L (L + 1) / 2; the floor is that at 790 TFLOP/s, what a large matrix product rea
 The gate before any time: `ours` on sampled tokens by the error rule against float64, a peer within 5 % of it.
 
 Written before the first run of the Hopper kernel: 0.95 times FA3, whose tiles are the same size, lost at the edges of
-tiles. What came, one H200, FA3's time over ours (all of them near 700 TFLOP/s: the card's power limits both):
+tiles. What came at head dim 256 on one H200, FA3's time over ours; the card's power limits both:
   first version                               0.95 to 1.0; tensor cores busy 84 % of the cycles (Nsight Compute)
-  descriptors in uniform registers            1.0; busy 92 %: products now follow one another without a gap
-  no turns between the two warpgroups         1.02; their softmaxes spread out by themselves
-  one key head after the other                1.01 on 32K (keys of one head fit in L2), nothing elsewhere
-The plain kernels, and with them every backward pass, run in float32 without tensor cores: far slower than a peer.
+  descriptors in uniform registers            1.0; busy 92 %: the products follow one another without a gap
+  no turns between the two warpgroups         1.02 from 1.0
+  one key head after the other                1.01 on 32K (the keys of one head fit in L2), nothing elsewhere
+  four chains of maxima and sums for two      nothing at 256; at head dim 128 0.945 to 0.97, with 176 keys a block for
+                                              128; turns lost there too (602 and 631 TFLOP/s on 32K)
+Below a peer: 128K, whose keys fit in no L2 (0.99 to 1.0), head dim 128 (0.94 to 0.98), head dim 64 beside cuDNN (0.87).
+The plain kernels, and with them every backward pass, run in float32 without tensor cores: 0.01 of a peer.
 """
 
 import argparse

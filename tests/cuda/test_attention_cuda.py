@@ -62,7 +62,7 @@ def test_attention_error_rule(seed, dtype, dim, heads, causal):
 
 @DTYPES
 @pytest.mark.parametrize("dim", [64, 128, 256])
-@pytest.mark.parametrize("tokens", [1, 31, 32, 33, 63, 64, 65, 79, 80, 81, 127, 128, 129, 160, 161])
+@pytest.mark.parametrize("tokens", [1, 31, 32, 33, 63, 64, 65, 79, 80, 81, 127, 128, 129, 160, 161, 175, 176, 177])
 def test_tile_edges(seed, dtype, dim, tokens):
     inputs, *more = [draw(tokens, (16, 1), dim, dtype) for _ in range(2)]
     check(inputs, [(0, tokens)], more=more, by=there)
