@@ -14,7 +14,8 @@ tiles. What came at head dim 256 on one H200, FA3's time over ours; the card's p
   one key head after the other                1.01 on 32K (the keys of one head fit in L2), nothing elsewhere
   four chains of maxima and sums for two      nothing at 256; at head dim 128 0.945 to 0.97, with 176 keys a block for
                                               128; turns lost there too (602 and 631 TFLOP/s on 32K)
-Below a peer: 128K, whose keys fit in no L2 (0.99 to 1.0), head dim 128 (0.94 to 0.98), head dim 64 beside cuDNN (0.87).
+Below a peer: head dim 128 on one long document (0.94 to 0.96), head dim 64 beside cuDNN (0.89); 128K, whose keys fit in
+no L2, is a draw.
 The plain kernels, and with them every backward pass, run in float32 without tensor cores: 0.01 of a peer.
 """
 
