@@ -63,6 +63,8 @@ class Exact(TorchFunctionMode):
                 return first
             args = tuple(torch.float64 if a is torch.float32 else a for a in args)
             kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in kwargs.items()}
+            if func is torch.Tensor.matmul:
+                args = tuple(a.double() for a in args)  # positions, which transformers 5.12 and 5.16 make float32
         return func(*args, **kwargs)
 
 
@@ -71,8 +73,8 @@ def in_float64(model):
     twin = copy.deepcopy(model).double()
     for m in twin.modules():
         if hasattr(m, "inv_freq"):
-            rope, n = m.config.rope_parameters, len(m.inv_freq)
-            m.inv_freq = rope["rope_theta"] ** -(torch.arange(n, dtype=torch.float64) / n)
+            theta, n = getattr(m, "theta", None) or m.config.rope_parameters["rope_theta"], len(m.inv_freq)
+            m.inv_freq = theta ** -(torch.arange(n, dtype=torch.float64) / n)
     return twin
 
 
@@ -145,10 +147,20 @@ def run(model, batch, **more):
     model.zero_grad(set_to_none=True)
     dtype = next(model.parameters()).dtype
     batch = {**batch, **{key: x.to(dtype) for key, x in batch.items() if key.startswith("pixel_values")}}
-    loss = model(**batch, **more).loss
+    loss = model(**batch, **more).loss if "_amcore_report" in vars(model) else _plain_loss(model, batch, **more)
     loss.backward()
     grads = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
     return {"loss": loss.detach(), **grads}
+
+
+def _plain_loss(model, batch, num_items_in_batch=None, **more):
+    """transformers' own; multimodal models of 5.12 and 5.16 do not hand the count to their loss function."""
+    if num_items_in_batch is None:
+        return model(**batch, **more).loss
+    logits = model(**{k: v for k, v in batch.items() if k != "labels"}, **more).logits
+    return model.loss_function(
+        logits=logits, labels=batch["labels"], vocab_size=VOCAB, num_items_in_batch=num_items_in_batch
+    )
 
 
 def run_each(model, documents):

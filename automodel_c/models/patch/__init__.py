@@ -9,9 +9,9 @@ __all__ = ["Report", "patch_transformers"]
 def patch_transformers(model):
     """Swaps the parts of a transformers Qwen3.5 model that `automodel_c.ops` can run, in place.
 
-    model: a Qwen3_5 or Qwen3_5Moe model of transformers 5.12 to 5.24 (ForConditionalGeneration, ForCausalLM, a base
-    model, or any module that holds one). Only this instance changes: modules get a forward of their own, parameters
-    stay where they are, so that FSDP2, checkpointing and state dicts work as before.
+    model: a Qwen3_5 or Qwen3_5Moe model of transformers (ForConditionalGeneration, ForCausalLM, a base model, or any
+    module that holds one); the tests pass with 5.12, 5.16, 5.20 and 5.24. Only this instance changes: modules get a
+    forward of their own, parameters stay where they are, so that FSDP2, checkpointing and state dicts work as before.
 
     Returns a Report: `swapped`, `left`, and `undo()`. Patching a patched model returns its report again.
 
