@@ -100,6 +100,15 @@ def attention_backward(
     causal: bool,
 ) -> None: ...
 
+# exchange
+def exchange_plan(
+    docs: Index, owners: Index, *, tokens: int, ranks: int, prices: Sequence[float], scheme: str, causal: bool
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], tuple[tuple[float, float], ...], int]: ...
+def exchange_copy(out: Tensor, x: Tensor, moves: Index, *, reverse: bool) -> None: ...
+def exchange_sum(
+    out: Tensor, x: Tensor, own: Tensor, moves: Index, own_moves: Index, *, own_after: int, reverse: bool
+) -> None: ...
+
 # conv
 def causal_conv1d_forward(
     y: Tensor,

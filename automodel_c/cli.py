@@ -1,4 +1,4 @@
-"""The command line: automodel-c train | doctor."""
+"""The command line: automodel-c train | plan | doctor."""
 
 import argparse
 import os
@@ -32,16 +32,64 @@ def main(argv=None):
 def _parser():
     parser = argparse.ArgumentParser(prog="automodel-c", description="Fine-tune Qwen3.5 vision-language models.")
     parser.add_argument("--version", action="version", version=f"automodel-c {__version__}")
-    verbs = parser.add_subparsers(required=True, metavar="train | doctor")
+    verbs = parser.add_subparsers(required=True, metavar="train | plan | doctor")
     train = verbs.add_parser("train", help="train by a recipe", description="Trains by a recipe (YAML).")
     train.add_argument("recipe", help="a YAML file, such as examples/digits.yaml")
     train.add_argument("overrides", nargs="*", metavar="key=value", help="recipe keys to set: optimizer.lr=1e-3")
     train.add_argument("--nproc", type=_positive, metavar="N", help="start so many ranks on this machine with torchrun")
     train.add_argument("--check", action="store_true", help="read the recipe and build everything, but do not train")
     train.set_defaults(run=_train)
+    _add_plan(verbs.add_parser("plan", help="say how context parallelism would spread a pack", description=_PLAN))
     doctor = verbs.add_parser("doctor", help="say what is installed")
     doctor.set_defaults(run=_doctor)
     return parser
+
+
+_PLAN = "Plans the attention of one pack over ranks: who computes what, what travels, and why rows migrate or stay."
+
+
+def _add_plan(plan):
+    plan.add_argument("--explain", action="store_true", required=True, help="print the plan, rank by rank")
+    plan.add_argument("--lengths", type=_lengths, required=True, metavar="N,NxM,...", help="documents: 131072,4096x8")
+    plan.add_argument("--ranks", type=_positive, required=True, metavar="R", help="ranks that share the pack")
+    plan.add_argument("--heads", type=_heads, default=(32, 2), metavar="Q/KV", help="query and key heads (32/2)")
+    plan.add_argument("--dim", type=_positive, default=256, metavar="D", help="of a head (256)")
+    plan.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    plan.add_argument("--layout", choices=("contiguous", "round_robin"), default="contiguous")
+    plan.add_argument("--scheme", choices=("auto", "home", "balanced"), default="auto")
+    plan.add_argument("--full", action="store_true", help="attention that is not causal")
+    plan.set_defaults(run=_plan)
+
+
+def _lengths(text):
+    lengths = []
+    for part in text.split(","):
+        length, times, count = part.partition("x")
+        if not length.isdecimal() or (times and not count.isdecimal()):
+            raise argparse.ArgumentTypeError(f"expected lengths such as 131072,4096x8, found {text}")
+        lengths += [int(length)] * (int(count) if times else 1)
+    return lengths
+
+
+def _heads(text):
+    query, _, key = text.partition("/")
+    if not query.isdecimal() or not key.isdecimal() or not int(key) or not int(query) or int(query) % int(key):
+        raise argparse.ArgumentTypeError(f"expected query heads / key heads, such as 32/2, found {text}")
+    return int(query), int(key)
+
+
+def _plan(arguments):
+    import itertools
+
+    import torch
+
+    from .parallel.plan import ContextPlan, make_pack
+
+    pack, tokens = make_pack([0, *itertools.accumulate(arguments.lengths)], None, None)
+    plan = ContextPlan(pack, tokens, ranks=arguments.ranks, layout=arguments.layout, scheme=arguments.scheme)
+    dtype = getattr(torch, arguments.dtype)
+    print(plan.explain(*arguments.heads, arguments.dim, dtype, causal=not arguments.full))
+    return 0
 
 
 def _positive(text):

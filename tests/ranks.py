@@ -63,12 +63,12 @@ class RankPool:
         self.world, self.backend = world, backend
         self._ranks = []
 
-    def run(self, function, *args, timeout=TIMEOUT_S, grace=GRACE_S):
-        """Call the top-level ``function(*args)`` on every rank; the results in rank order, or `RanksFailed`."""
+    def run(self, function, *args, timeout=TIMEOUT_S, grace=GRACE_S, **options):
+        """Call the top-level ``function(*args, **options)`` on all ranks; results in rank order, or `RanksFailed`."""
         if not self._ranks or any(not r.process.is_alive() for r in self._ranks):
             self.close()
             self._start()
-        call = pickle.dumps((f"{function.__module__}:{function.__qualname__}", args))
+        call = pickle.dumps((f"{function.__module__}:{function.__qualname__}", args, options))
         reports, results = self._collect(call, timeout, grace)
         if reports:
             self.close()
@@ -159,9 +159,9 @@ def _serve(rank, world, backend, port, conn, trace):
 
 def _answer(call):
     try:
-        name, args = pickle.loads(call)
+        name, args, options = pickle.loads(call)
         module, function = name.split(":")
-        return pickle.dumps((True, getattr(importlib.import_module(module), function)(*args)))
+        return pickle.dumps((True, getattr(importlib.import_module(module), function)(*args, **options)))
     except BaseException:  # whatever it is, the test must see it
         return pickle.dumps((False, traceback.format_exc()))
 

@@ -52,9 +52,23 @@ def attention(
     """
     _check(q, k, v, deterministic)
     docs, docs_k, device_docs = _documents(q, k, pack, cu_seqlens, cu_seqlens_k, doc_ids)
+    out, lse = attend(q, k, v, docs, docs_k, device_docs, causal=causal, scale=scale)
+    return (out, lse) if return_lse else out
+
+
+def attend(q, k, v, docs, docs_k=None, device_docs=None, *, causal=True, scale=None):
+    """`attention` of documents anywhere in q and in k: (out, lse).
+
+    docs, docs_k: int64 [2 N] on the host, start and end of each document's rows in q, and in k and v (None: the same);
+    ascending, gaps allowed. Rows of q in gaps get 0, and gradient 0; so do the keys. On CUDA, device_docs is both and
+    the order of work beside q (`_amcore.attention_forward`); without it they are copied there.
+    """
+    if q.is_cuda and device_docs is None:
+        order = torch.argsort(docs[1::2] - docs[::2], descending=True, stable=True)  # long documents first
+        device_docs = to_device(q.device, docs, [] if docs_k is None else docs_k, order)
     scale = 1.0 / math.sqrt(max(1, q.shape[-1])) if scale is None else float(scale)
     out, lse, _ = _forward(q, k, v, docs, docs_k, device_docs, scale, bool(causal))
-    return (out, lse) if return_lse else out
+    return out, lse
 
 
 def _check(q, k, v, deterministic):
@@ -72,7 +86,7 @@ def _check(q, k, v, deterministic):
 def _documents(q, k, pack, cu_seqlens, cu_seqlens_k, doc_ids):
     """Starts and ends of the documents as int64 [2 N] host tensors: of q, and of k where those differ (else None).
 
-    The third result is both of them and the order of work beside q, for the kernels; None on the CPU.
+    The third result is both of them and the order of work beside q, for CUDA kernels; None where that is a copy.
     """
     if sum(x is not None for x in (pack, cu_seqlens, doc_ids)) > 1:
         raise ValueError("attention: give at most one of pack, cu_seqlens and doc_ids")
@@ -98,8 +112,7 @@ def _documents(q, k, pack, cu_seqlens, cu_seqlens_k, doc_ids):
         return docs, docs_k, _one_document(q, k, docs_k)
     if docs_k is None and pack.device_plan is not None and pack.device_plan.device == q.device:
         return docs, docs_k, pack.device_plan
-    order = [0] if pack is None else pack.order
-    return docs, docs_k, to_device(q.device, docs, [] if docs_k is None else docs_k, order)
+    return docs, docs_k, None
 
 
 def _one_document(q, k, docs_k):

@@ -316,6 +316,29 @@ def loss_calls():
     yield from variants("linear_cross_entropy_scatter", [m, m, pair], {}, [("rows", ValueError, 2, integers(1, 1))])
 
 
+def exchange_calls():
+    settings = {"tokens": 4, "ranks": 2, "prices": [1.0, 1.0, 1.0, 1.0], "scheme": "balanced", "causal": True}
+    wrong = [
+        ("docs", ValueError, 0, integers(0, 9)),
+        ("owners", ValueError, 1, integers(0, 5)),
+        ("prices", ValueError, "prices", [1.0]),
+        ("scheme", ValueError, "scheme", "ring"),
+        ("kind", TypeError, "causal", 1),
+    ]
+    yield from variants("exchange_plan", [integers(0, 1, 1, 4), integers(0, 1)], settings, wrong)
+    x = lambda: numbers(2, 4)  # noqa: E731
+    wrong = [
+        ("shape", ValueError, 1, lambda: numbers(2, 5)),
+        ("dtype", TypeError, 1, integers(1)),
+        ("move", ValueError, 3, integers(2, 0, 1)),
+    ]
+    moves = integers(0, 1, 1)
+    copy_wrong = [(label, error, at if at == 1 else 2, value) for label, error, at, value in wrong]
+    yield from variants("exchange_copy", [x, x, moves], {"reverse": False}, copy_wrong)
+    sum_settings = {"own_after": 0, "reverse": True}
+    yield from variants("exchange_sum", [x, x, x, moves, moves], sum_settings, wrong)
+
+
 def conv_calls():
     x, weight, state = lambda: numbers(3, 4), lambda: numbers(4, 2), lambda: numbers(2, 4, 1)
     bias, partials = lambda: numbers(4), lambda: numbers(1, 3, 4, dtype=torch.float64)
@@ -423,6 +446,7 @@ CALLS = [
     *clip_calls(),
     *comm_calls(),
     *conv_calls(),
+    *exchange_calls(),
     *gate_calls(),
     *gdn_calls(),
     *loss_calls(),

@@ -34,10 +34,32 @@ def _refused(capsys, *arguments):
         (["train", DIGITS, "--fast"], "unrecognized arguments: --fast"),
         (["train", DIGITS, "--nproc", "2", "seeed=1"], "unknown key seeed; the nearest known key is seed"),
         (["train", DIGITS, "distributed.tp_size=2"], "distributed.tp_size=2 is not supported yet"),
+        (["plan", "--lengths", "8", "--ranks", "2"], "required: --explain"),
+        (
+            ["plan", "--explain", "--lengths", "8,4x", "--ranks", "2"],
+            "expected lengths such as 131072,4096x8, found 8,4x",
+        ),
+        (["plan", "--explain", "--lengths", "8", "--ranks", "2", "--heads", "3/2"], "such as 32/2, found 3/2"),
     ],
 )
 def test_main_usage_error(capsys, arguments, message):
     assert message in _refused(capsys, *arguments)
+
+
+def test_plan_explains_a_pack(capsys):
+    """Every rank has its line, and the reason follows."""
+    arguments = ["plan", "--explain", "--lengths", "131072,4096x8", "--ranks", "8", "--heads", "32/2", "--dim", "256"]
+    assert main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("9 documents, 163840 tokens (+0 padding), longest 131072; 8 ranks hold 20480 rows each")
+    assert [line.split()[0] for line in lines[3:11]] == [str(rank) for rank in range(8)]
+    assert max(float(line.split()[1]) for line in lines[3:11]) <= 1.05
+    assert "rows migrate: the time saved exceeds their traffic" in lines[12]
+    assert "documents that go on to another rank: 1, over 6 edges" in lines[13]
+    assert lines[14].startswith("  gated delta rule, 64 heads of 128 x 128: 21 messages, 144.000 MiB")
+    assert main([*arguments, "--scheme", "home", "--full", "--dtype", "float32"]) == 0
+    out = capsys.readouterr().out
+    assert "float32, not causal; scheme home" in out and "the scheme was forced: 0 rows migrate" in out
 
 
 @pytest.mark.parametrize(

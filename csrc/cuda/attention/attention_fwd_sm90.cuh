@@ -385,8 +385,8 @@ __device__ __forceinline__ int limit_of(const Args &a, const Work &w, int row)
 }
 
 /* 64 rows of every tile. What is rarely needed of the tile stays in shared memory: registers are short. The order of
- * waits and products is the kernel, so it is read in one piece; lint: allow length. */
-template <class T, class E> __device__ void math_role(Smem<T> &s, const Args &a)
+ * waits and products is the kernel, so it is read in one piece. */
+template <class T, class E> __device__ void math_role(Smem<T> &s, const Args &a) /* lint: allow length */
 {
     uint32_t q_phase = 0, at = 0; /* at: blocks of K begun; those of V follow by one */
     const auto slot_of = [](uint32_t block) { return block % T::kStages; };

@@ -1,0 +1,181 @@
+"""Rows that travel between the ranks of a group: one differentiable operator for every movement.
+
+A `Route` says which rows of a rank's tensor go where; `exchange` moves them. The C slice packs the rows for each peer
+into one buffer and puts the ones that arrived in place; gloo carries the buffers as one all-to-all. The gradient takes
+the way back: every row's gradients return to the rank that holds it, and are added there in float32 in the order of
+ranks.
+"""
+
+import dataclasses
+import functools
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from automodel_c import _amcore
+from automodel_c.ops import _alloc
+from automodel_c.ops._library import define
+
+from . import alarms
+
+
+@dataclasses.dataclass
+class Wire:
+    """What this process sent and received through `exchange` so far."""
+
+    sent: int = 0  # bytes
+    received: int = 0  # bytes
+    messages: int = 0  # peers that something was sent to
+    exchanges: int = 0  # collectives
+
+
+wire = Wire()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Route:
+    """One rank's part of a movement of rows, from a tensor of ``rows_in`` rows into one of ``rows_out``.
+
+    ``sends``, ``receipts``, ``own``: int64 [3 n] host tensors of (row taken, row put, rows): into the buffer that is
+    sent, by destination; out of the buffer that arrives, by source; and from the rank to itself.
+    """
+
+    sends: torch.Tensor
+    receipts: torch.Tensor
+    own: torch.Tensor
+    send_rows: tuple[int, ...]  # rows for each rank
+    receive_rows: tuple[int, ...]  # rows from each rank
+    own_after: int  # how many of `sends` go to lower ranks
+    rows_in: int
+    rows_out: int
+    used: bool  # some rank of the group sends something
+
+    @classmethod
+    def of(cls, moves, rank, ranks, rows_in, rows_out):
+        """``moves``: int64 [M, 5] of the whole group, the same on every rank: (src, dst, row at src, row at dst, rows).
+
+        Rows with src == dst stay on their rank. No two moves put into the same row of a rank.
+        """
+        src, dst = moves[:, 0], moves[:, 1]
+        out, back = moves[(src == rank) & (dst != rank)], moves[(dst == rank) & (src != rank)]
+        out, back = (part[np.argsort(part[:, peer], kind="stable")] for part, peer in ((out, 1), (back, 0)))
+        count = functools.partial(np.bincount, minlength=ranks)
+        return cls(
+            sends=_triples(out[:, 2], _starts(out[:, 4]), out[:, 4]),
+            receipts=_triples(_starts(back[:, 4]), back[:, 3], back[:, 4]),
+            own=_triples(*moves[(src == rank) & (dst == rank)][:, 2:].T),
+            send_rows=tuple(count(out[:, 1], out[:, 4]).astype(np.int64).tolist()),
+            receive_rows=tuple(count(back[:, 0], back[:, 4]).astype(np.int64).tolist()),
+            own_after=int((out[:, 1] < rank).sum()),
+            rows_in=rows_in,
+            rows_out=rows_out,
+            used=bool((src != dst).any()),
+        )
+
+
+def exchange(x, route, group):
+    """The rows of every rank's ``x`` [rows_in, ...], moved along ``route`` -> [rows_out, ...].
+
+    Every rank of ``group`` calls it, with rows or without. Rows that nothing is put into are 0. Differentiable for
+    float32, bfloat16 and float64; any dtype moves.
+    """
+    if x.shape[0] != route.rows_in:
+        raise ValueError(f"exchange: x has {x.shape[0]} rows, the route takes {route.rows_in}")
+    return _rows(
+        _whole_rows(x), route.sends, route.receipts, route.own, route.send_rows, route.receive_rows, route.own_after,
+        route.rows_out, route.used, group.group_name,
+    )  # fmt: skip
+
+
+def _starts(rows):
+    return np.cumsum(rows) - rows
+
+
+def _triples(*columns):
+    return torch.from_numpy(np.stack(columns, axis=1).astype(np.int64).flatten())
+
+
+class _Carried:
+    """Rows on their way: those of ``x`` that ``moves`` pack, ``rows_to`` each rank; ``rows_from`` each arrive."""
+
+    def __init__(self, x, moves, reverse, rows_to, rows_from, group_name):
+        self.packed = _alloc.empty((sum(rows_to), *x.shape[1:]), x.dtype, x.device)
+        self.arriving = _alloc.empty((sum(rows_from), *x.shape[1:]), x.dtype, x.device)
+        self.messages = sum(n > 0 for n in rows_to)
+        self.group = _resolve_process_group(group_name)
+        _amcore.exchange_copy(self.packed, x, moves, reverse=reverse)
+        row = x.dtype.itemsize * x.shape[1:].numel()
+        sizes = [n * row for n in rows_from], [n * row for n in rows_to]
+        buffers = _bytes(self.arriving), _bytes(self.packed)
+        self.work = dist.all_to_all_single(*buffers, *sizes, self.group, async_op=True)
+
+    def arrived(self):
+        """Waits; the rows, by the rank that sent them."""
+        alarms.wait(self.work, self.group)
+        wire.sent += self.packed.nbytes
+        wire.received += self.arriving.nbytes
+        wire.messages += self.messages
+        wire.exchanges += 1
+        return self.arriving
+
+
+def _bytes(x):
+    return x.flatten().view(torch.uint8)
+
+
+def _whole_rows(x):
+    """``x``, or a copy when its rows have gaps inside: autograd hands out expanded and transposed gradients."""
+    step = 1
+    for size, stride in zip(reversed(x.shape[1:]), reversed(x.stride()[1:]), strict=True):
+        if size != 1 and stride != step:
+            return x.contiguous()
+        step *= size
+    return x
+
+
+def _rows_cpu(x, sends, receipts, own, send_rows, receive_rows, own_after, rows_out, used, group):
+    full = len(receipts) + len(own) and int(receipts[2::3].sum() + own[2::3].sum()) == rows_out
+    out = _alloc.empty((rows_out, *x.shape[1:]), x.dtype, x.device)
+    if not full:
+        out.zero_()
+    carried = _Carried(x, sends, False, send_rows, receive_rows, group) if used else None
+    _amcore.exchange_copy(out, x, own, reverse=False)  # while the others travel
+    if carried:
+        _amcore.exchange_copy(out, carried.arrived(), receipts, reverse=False)
+    return out
+
+
+def _backward_cpu(dout, sends, receipts, own, send_rows, receive_rows, own_after, rows_in, used, group):
+    dx = _alloc.empty((rows_in, *dout.shape[1:]), dout.dtype, dout.device)
+    carried = _Carried(dout, receipts, True, receive_rows, send_rows, group) if used else None
+    arrived = carried.arrived() if carried else dout[:0]
+    _amcore.exchange_sum(dx, arrived, dout, sends, own, own_after=own_after, reverse=True)
+    return dx
+
+
+def _setup(ctx, inputs, output):
+    x, sends, receipts, own, ctx.send_rows, ctx.receive_rows, ctx.own_after, _, ctx.used, ctx.group = inputs
+    ctx.rows_in = x.shape[0]
+    ctx.save_for_backward(sends, receipts, own)
+
+
+def _derivative(ctx, dout):
+    dx = _backward(
+        _whole_rows(dout), *ctx.saved_tensors, ctx.send_rows, ctx.receive_rows, ctx.own_after, ctx.rows_in, ctx.used,
+        ctx.group,
+    )  # fmt: skip
+    return dx, *(None,) * 9
+
+
+def _fake(x, sends, receipts, own, send_rows, receive_rows, own_after, rows, used, group):
+    return x.new_empty((rows, *x.shape[1:]))
+
+
+_ARGUMENTS = (
+    "Tensor sends, Tensor receipts, Tensor own, int[] send_rows, int[] receive_rows, int own_after, "
+    "int rows, bool used, str group) -> Tensor"
+)
+_rows = define(f"exchange_rows(Tensor x, {_ARGUMENTS}", _rows_cpu, _fake, setup=_setup, backward=_derivative)
+_backward = define(f"exchange_rows_backward(Tensor dout, {_ARGUMENTS}", _backward_cpu, _fake)

@@ -1,0 +1,67 @@
+/* exchange.h -- rows that travel between ranks: who computes what, which rows that takes, and the copies at both ends.
+ *
+ * Tokens [0, T) of a pack are cut into C equal chunks; chunk c belongs to rank owners[c], and a rank's rows are its
+ * chunks laid end to end. Nothing moves between ranks here: the caller carries the packed rows.
+ *
+ * exchange_plan. Attention of the documents becomes tasks: one rank, query rows [begin, end) of one document, and the
+ * document's keys up to `end` (causal) or all of them. A task costs its scores,
+ *     sum over i in [begin, end) of (i - start + 1)      or      (end - begin) * (stop - start).
+ *   home      every rank computes the rows that it holds
+ *   balanced  a rank whose cost is above LIMIT times the mean (and by no mere scrap) gives row blocks away, costliest
+ *             rows first, each to the rank below the limit that makes the least traffic for the work it takes; LIMIT is
+ *             1.02
+ *   auto      the cheapest of home and of LIMITs 2, 1.5, 1.25, 1.1, 1.02, by
+ *                 seconds = price[0] * largest cost + largest traffic of a rank,
+ *                 traffic = price[1] * query rows + price[2] * key rows + price[3] * messages, in and out
+ * Every key row goes to a rank once at most, however many of its tasks read it.
+ *
+ * exchange_copy: out[to + i] = x[from + i].   exchange_sum: out[to + i] = sum of x[from + i], in a fixed order.
+ */
+#ifndef AM_EXCHANGE_H
+#define AM_EXCHANGE_H
+
+#include "am_exec.h"
+
+enum { AM_EXCHANGE_TRIES = 6, AM_EXCHANGE_TASK = 8, AM_EXCHANGE_MOVE = 5 };
+
+typedef struct am_exchange_list {
+    int64_t *data; /* [n, width], allocated here with malloc */
+    int64_t n, room, width;
+} am_exchange_list;
+
+typedef struct am_exchange_plan_args {
+    am_exchange_list tasks;   /* [n, 8] out: rank, doc, begin, end, round, query_at, key_at, keys; by rank and begin */
+    am_exchange_list keys;    /* [m, 5] out: src, dst, from, to, rows: local rows of src -> the key buffer of dst */
+    am_exchange_list queries; /* [p, 5] out: the same for query rows -> the query buffer of dst; src == dst too */
+    double tried[AM_EXCHANGE_TRIES][2]; /* out: LIMIT (infinity: home) and predicted seconds */
+    int64_t n_tried, chosen;            /* out */
+    am_i64_array docs;                  /* [2 N] start and stop of each document, ascending, at most tokens */
+    am_i64_array owners;                /* [C] in [0, ranks) */
+    am_f64_array prices;                /* [4] seconds of a score, a query row, a key row, a message; >= 0 */
+    int64_t tokens;                     /* a multiple of C */
+    int64_t ranks;                      /* >= 1 */
+    const char *scheme;
+    bool causal;
+} am_exchange_plan_args;
+
+/* A rank's query buffer is ordered by round, then by document: in a round a document comes once, and its keys lie in
+ * [key_at, key_at + keys) of the key buffer. */
+am_status am_exchange_plan(am_exchange_plan_args *a, const am_exec *ex);
+
+typedef struct am_exchange_rows_args {
+    am_tensor out;          /* [M, ...] any dtype, rows without gaps inside, out; shares no memory with x and own */
+    am_tensor x;            /* [N, ...] out's dtype and trailing shape, in */
+    am_tensor own;          /* exchange_sum: [O, ...] as x, a second source, in */
+    am_i64_array moves;     /* [3 n] from (row of x), to (row of out), rows; no two of a copy's share rows of out */
+    am_i64_array own_moves; /* exchange_sum: [3 m] the same for own */
+    int64_t own_after;      /* exchange_sum: how many of `moves` are added before own_moves */
+    bool reverse;           /* the moves name out's row first: (to, from, rows) */
+} am_exchange_rows_args;
+
+/* Rows of out that no move names are left alone. */
+am_status am_exchange_copy(const am_exchange_rows_args *a, const am_exec *ex);
+
+/* f32, bf16 (summed in f32) or f64; every row of out is written, those that no move names with 0, and rounded once. */
+am_status am_exchange_sum(const am_exchange_rows_args *a, const am_exec *ex);
+
+#endif
