@@ -21,7 +21,8 @@ _PARALLEL = ("dp", "tp", "pp", "ep", "dp_size", "tp_size", "pp_size", "cp_size",
 
 
 def load(
-    path_or_config, *, dtype=None, device=None, cp=None, activation_checkpointing=False, aux_loss=None, **parallel
+    path_or_config, *, dtype=None, device=None, cp=None, activation_checkpointing=False, aux_loss=None, config=None,
+    **parallel,
 ):  # fmt: skip
     """A Qwen3.5 vision-language model, dense or with experts, ready to train.
 
@@ -36,6 +37,7 @@ def load(
             again in backward; no bit changes.
         aux_loss: None adds transformers' auxiliary loss where the configuration's output_router_logits asks for it;
             "transformers" adds it anyway, "per_layer" adds the sum of every layer's own.
+        config: with a directory, a configuration that takes the place of its config.json.
         cp, **parallel: None or one rank.
 
     Returns:
@@ -53,7 +55,7 @@ def load(
         )
     if aux_loss not in _AUX_LOSS:
         raise ValueError(f"load: aux_loss is {aux_loss!r}, None, 'transformers' or 'per_layer' is needed")
-    config = read_config(path_or_config)
+    config = read_config(path_or_config if config is None else config)
     dtype = dtype or config.dtype or torch.float32
     if dtype not in (torch.float32, torch.bfloat16):
         raise TypeError(f"load: dtype is {dtype}, torch.float32 or torch.bfloat16 is needed")
@@ -68,13 +70,15 @@ class Qwen3_5(nn.Module):
     """`loss, metrics = model(batch)`. Letters: T tokens, H hidden size, V vocabulary.
 
     Attributes: config; model.language_model, model.visual, lm_head; mtp, or None where there is none (set it to None
-    to train without); aux_loss, as in `load`.
+    to train without); aux_loss, as in `load`; aux_share, by which the auxiliary loss is multiplied where it is added: a
+    step of several batches gives each its share of the average.
     """
 
     def __init__(self, config):
         super().__init__()
         self.config = config
         self.aux_loss = None
+        self.aux_share = 1.0
         self.model = nn.Module()
         self.model.language_model = TextModel(config.text)
         self.model.visual = VisionModel(config.vision)
@@ -93,9 +97,9 @@ class Qwen3_5(nn.Module):
             num_label_tokens, an int or a tensor: what the sum of losses is divided by, this batch's own when absent.
         Host tensors are best: plans are made on the host, the rest is moved to the model's device.
 
-        Returns (loss, metrics): loss, a float32 scalar, is lm_loss + 0.1 mtp_loss + router_aux_loss_coef aux_loss;
-        metrics, detached device tensors: lm_loss, mtp_loss (mean over depths), aux_loss, label_tokens. Where there is
-        no such part it is 0.
+        Returns (loss, metrics): loss, a float32 scalar, is lm_loss + 0.1 mtp_loss + aux_share * router_aux_loss_coef *
+        aux_loss; metrics, detached device tensors: lm_loss, mtp_loss (mean over depths), aux_loss, label_tokens. Where
+        there is no such part it is 0.
 
         ValueError and TypeError name the key, and both numbers where counts disagree.
         """
@@ -111,11 +115,17 @@ class Qwen3_5(nn.Module):
             mtp_loss = sum(self._cross_entropy(h, labels, batch) for h, labels in depths) / len(depths)
             loss = loss + LOSS_SCALE * mtp_loss
         text = self.config.text
-        if text.num_experts and (self.aux_loss or text.output_router_logits):
+        if self.has_aux_loss:
             aux_loss = auxiliary_loss(stats, text.num_experts_per_tok, self.aux_loss == "per_layer")
-            loss = loss + text.router_aux_loss_coef * aux_loss
+            loss = loss + self.aux_share * text.router_aux_loss_coef * aux_loss
         parts = {"lm_loss": lm_loss, "mtp_loss": mtp_loss, "aux_loss": aux_loss, "label_tokens": batch.label_count}
         return loss, {name: value.detach() for name, value in parts.items()}
+
+    @property
+    def has_aux_loss(self):
+        """Whether the auxiliary loss is part of the loss."""
+        text = self.config.text
+        return bool(text.num_experts and (self.aux_loss or text.output_router_logits))
 
     def logits(self, batch, rows=None):
         """Logits [n, V] of the tokens `rows` (int [n], any sequence; None is all T) of a batch, whose labels may be
