@@ -1,0 +1,226 @@
+"""Published checkpoints: a directory of config.json and safetensors, read into a model and written from one.
+
+Experts come in two key styles: grouped (`experts.gate_up_proj` [E, 2I, H], `experts.down_proj` [E, H, I], as the model
+holds them) and split (`experts.{e}.gate_proj.weight`, `.up_proj.weight` [I, H], `.down_proj.weight` [H, I]). The
+decoder and the MTP head have each their own; the keys tell which.
+"""
+
+import dataclasses
+import json
+import logging
+import os
+import re
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from ..gates import published_name
+
+LAYOUTS = ("grouped", "split")
+_PARTS = {"decoder": "model.language_model.layers.", "mtp": "mtp.layers."}
+_EXPERTS = re.compile(r"^(?P<layer>.*\.layers\.\d+)\.mlp\.experts\.(?:(?P<expert>\d+)\.)?(?P<what>\w+?)(?:\.weight)?$")
+_log = logging.getLogger(__name__)
+
+
+class Files:
+    """The tensors of a model directory, by the model's own keys."""
+
+    def __init__(self, folder):
+        self.folder = Path(folder)
+        self.at = {}  # key -> (file, the key there)
+        for name, keys in _contents(self.folder):
+            for key in keys:
+                if not key.endswith("rotary_emb.inv_freq"):  # is made from the configuration
+                    self.at[_normalised(key)] = (name, key)
+        self.layouts = {part: _layout(self.at, part, prefix) for part, prefix in _PARTS.items()}
+        self._open = {}
+
+    def with_mtp(self, text):
+        """A TextConfig with as many MTP layers as there are in the files."""
+        found = {key.split(".")[2] for key in self.at if key.startswith("mtp.layers.")}
+        if text.mtp_num_hidden_layers != len(found):
+            _log.warning(
+                "%s: config.json has mtp_num_hidden_layers %d, the files hold %d layers: these count",
+                self.folder, text.mtp_num_hidden_layers, len(found),
+            )  # fmt: skip
+        return dataclasses.replace(text, mtp_num_hidden_layers=len(found))
+
+    @torch.no_grad()
+    def fill(self, model):
+        """Writes every parameter of `model` from the files, in its own dtype; on the meta device shapes are checked
+        alone. Returns the layouts of the experts, {"decoder": ..., "mtp": ...}.
+
+        RuntimeError names the keys that are missing and those that are left over; ValueError a shape that disagrees.
+        """
+        targets = {key: tensor for name, tensor in model.state_dict().items() for key in [published_name(name)]}
+        sources = {}
+        for key, tensor in targets.items():
+            sources |= dict(self._sources(key, tensor))
+        self._account(sources)
+        for key, tensor in sources.items():
+            self._read(key, tensor)
+        return dict(self.layouts)
+
+    def _sources(self, key, tensor):
+        """(key in the files, the tensor or the part of it that it fills)."""
+        split = _EXPERTS.match(key)
+        if not split or self.layouts[_part(key)] != "split":
+            yield key, tensor
+            return
+        for expert, whole in enumerate(tensor):
+            yield from _split(split["layer"], split["what"], expert, whole)
+
+    def _account(self, sources):
+        missing, left = [k for k in sources if k not in self.at], [k for k in self.at if k not in sources]
+        said = [f"{w}: {_listed(keys)}" for w, keys in (("missing", missing), ("not the model's", left)) if keys]
+        if said:
+            raise RuntimeError(f"load: the files of {self.folder} do not fit config.json; " + "; ".join(said))
+
+    def _read(self, key, out):
+        name, there = self.at[key]
+        if name not in self._open:
+            self._open = {name: safe_open(self.folder / name, framework="pt")}
+        shape = list(self._open[name].get_slice(there).get_shape())
+        if shape != list(out.shape):
+            raise ValueError(f"load: {key} has shape {shape} in {name}, the model needs {list(out.shape)}")
+        if out.is_meta:
+            return
+        tensor = self._open[name].get_tensor(there)
+        if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+            raise NotImplementedError(f"load: {key} is {tensor.dtype} in {name}; quantized weights are not read")
+        out.copy_(tensor)
+
+
+def _contents(folder):
+    """[(file name, its keys)] of all safetensors that belong to the model."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        files = {}
+        for key, name in json.loads(index.read_text())["weight_map"].items():
+            files.setdefault(name, []).append(key)
+        absent = [name for name in files if not (folder / name).is_file()]
+        if absent:
+            raise ValueError(f"load: {index.name} of {folder} names files that are not there: {_listed(absent)}")
+        return sorted(files.items())
+    names = sorted(p.name for p in folder.glob("*.safetensors"))
+    names = ["model.safetensors"] if "model.safetensors" in names else names
+    if not names:
+        raise ValueError(f"load: {folder} holds no *.safetensors")
+    contents = []
+    for name in names:
+        with safe_open(folder / name, framework="pt") as file:
+            contents.append((name, list(file.keys())))
+    return contents
+
+
+def _normalised(key):
+    """The model's key for one that lacks or has too much of the prefix `model.`."""
+    if key.startswith(("language_model.", "visual.")):
+        return f"model.{key}"
+    return key.removeprefix("model.") if key.startswith(("model.lm_head.", "model.mtp.")) else key
+
+
+def _part(key):
+    return next(part for part, prefix in _PARTS.items() if key.startswith(prefix))
+
+
+def _layout(keys, part, prefix):
+    found = {}
+    for key in keys:
+        match = _EXPERTS.match(key) if key.startswith(prefix) else None
+        if match:
+            found.setdefault("grouped" if match["expert"] is None else "split", key)
+    if len(found) > 1:
+        raise ValueError(f"load: experts of the {part} in two key styles: {found['grouped']} and {found['split']}")
+    return next(iter(found), "grouped")
+
+
+def _split(layer, what, expert, whole):
+    """(split key, its part of one expert's grouped weight)."""
+    base = f"{layer}.mlp.experts.{expert}"
+    if what == "down_proj":
+        yield f"{base}.down_proj.weight", whole
+    else:
+        gate, up = whole.chunk(2)
+        yield f"{base}.gate_proj.weight", gate
+        yield f"{base}.up_proj.weight", up
+
+
+def _listed(keys, most=8):
+    more = f" and {len(keys) - most} more" if len(keys) > most else ""
+    return ", ".join(keys[:most]) + more
+
+
+def save(model, folder, *, experts=None, shard_bytes=5 * 10**9):
+    """Writes a Qwen3_5 as a directory that transformers and `load` read.
+
+    experts: "split", what transformers 5.24 writes, or "grouped"; None is as the checkpoint had it that the model was
+    loaded from, else split. shard_bytes: a file holds at most so much. Written beside and renamed: `folder` is whole
+    or as it was.
+    """
+    if experts not in (None, *LAYOUTS):
+        raise ValueError(f"save: experts is {experts!r}, one of {', '.join(LAYOUTS)} is needed")
+    loaded = getattr(model, "expert_layouts", {})
+    layouts = {part: experts or loaded.get(part, "split") for part in _PARTS}
+    folder = Path(folder)
+    beside = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    beside.mkdir(parents=True)
+    try:
+        _write_shards(_published(model.state_dict(), layouts), beside, shard_bytes)
+        (beside / "config.json").write_text(json.dumps(_config(model), indent=2) + "\n")
+        shutil.rmtree(folder, ignore_errors=True)
+        beside.rename(folder)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def _config(model):
+    mtp = 0 if model.mtp is None else len(model.mtp.layers)
+    text = dataclasses.replace(model.config.text, mtp_num_hidden_layers=mtp)
+    mapping = dataclasses.replace(model.config, text=text).to_dict()
+    dtype = str(model.lm_head.weight.dtype).removeprefix("torch.")
+    return {**{k: v for k, v in mapping.items() if k != "torch_dtype"}, "dtype": dtype}
+
+
+def _published(state, layouts):
+    """(key, tensor) of a state dict in the wanted layouts."""
+    for name, tensor in state.items():
+        key = published_name(name)
+        match = _EXPERTS.match(key)
+        if match and layouts[_part(key)] == "split":
+            for expert, whole in enumerate(tensor):
+                yield from _split(match["layer"], match["what"], expert, whole)
+        else:
+            yield key, tensor
+
+
+def _write_shards(tensors, folder, shard_bytes):
+    shards, held, size = [], {}, 0
+
+    def flush():
+        shards.append(list(held))
+        save_file(held, folder / f"{len(shards)}.safetensors", metadata={"format": "pt"})
+        held.clear()
+
+    total = 0
+    for key, tensor in tensors:
+        nbytes = tensor.numel() * tensor.element_size()
+        if held and size + nbytes > shard_bytes:
+            flush()
+            size = 0
+        held[key] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        size, total = size + nbytes, total + nbytes
+    flush()
+    if len(shards) == 1:
+        (folder / "1.safetensors").rename(folder / "model.safetensors")
+        return
+    weight_map = {}
+    for number, keys in enumerate(shards, 1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        (folder / f"{number}.safetensors").rename(folder / name)
+        weight_map |= dict.fromkeys(keys, name)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")

@@ -1,0 +1,54 @@
+"""Routed experts beside one that every token takes."""
+
+import torch
+from torch import nn
+
+from automodel_c import ops
+
+from .layers import MLP
+
+
+class Router(nn.Module):
+    """Holds weight [E, H]."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(config.num_experts, config.hidden_size))
+
+
+class Experts(nn.Module):
+    """Holds gate_up_proj [E, 2I, H], the gate first, and down_proj [E, H, I]."""
+
+    def __init__(self, config):
+        super().__init__()
+        experts, size, width = config.num_experts, config.hidden_size, config.moe_intermediate_size
+        self.gate_up_proj = nn.Parameter(torch.zeros(experts, 2 * width, size))
+        self.down_proj = nn.Parameter(torch.zeros(experts, size, width))
+
+
+class SparseMoE(nn.Module):
+    """Each token's `top_k` of E experts, and sigmoid(shared_expert_gate(x)) times a shared one."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.top_k = config.num_experts_per_tok
+        self.gate = Router(config)
+        self.experts = Experts(config)
+        self.shared_expert = MLP(config.hidden_size, config.shared_expert_intermediate_size)
+        self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False)
+
+    def forward(self, x, padding):
+        """x [T, H], padding bool [T] or None -> ([T, H], the router's statistics for `auxiliary_loss`)."""
+        out, *stats = ops.moe(
+            x, self.gate.weight, self.experts.gate_up_proj, self.experts.down_proj, top_k=self.top_k,
+            padding=padding, return_router_stats=True,
+        )  # fmt: skip
+        return ops.add_shared_expert(out, self.shared_expert(x), self.shared_expert_gate(x)), tuple(stats)
+
+
+def auxiliary_loss(stats, top_k, per_layer):
+    """How unevenly tokens spread over the experts, a float32 scalar: transformers' value, `top_k` when all layers use
+    their experts alike, or the sum of the layers' own, 1 each. stats: those of every layer."""
+    if per_layer:
+        return sum(ops.per_layer_aux_loss(*layer, top_k=top_k) for layer in stats)
+    return ops.load_balancing_loss(stats)

@@ -1,0 +1,188 @@
+"""The whole model: a packed batch in, a loss out."""
+
+import dataclasses
+
+import torch
+from torch import nn
+
+from automodel_c import ops
+
+from .checkpoint import Files, save
+from .config import read_config
+from .experts import auxiliary_loss
+from .initialise import initialise
+from .mtp import LOSS_SCALE, MTP
+from .step import IGNORE, Batch
+from .text import TextModel
+from .vision import VisionModel
+
+_AUX_LOSS = (None, "transformers", "per_layer")
+_PARALLEL = ("dp", "tp", "pp", "ep", "dp_size", "tp_size", "pp_size", "cp_size", "ep_size", "mesh", "ep_group")
+
+
+def load(
+    path_or_config, *, dtype=None, device=None, cp=None, activation_checkpointing=False, aux_loss=None, **parallel
+):  # fmt: skip
+    """A Qwen3.5 vision-language model, dense or with experts, ready to train.
+
+    Args:
+        path_or_config: a directory with config.json and safetensors, whose weights are read; or a configuration (a
+            Config, one of CONFIGS, a mapping, a transformers configuration), whose weights are drawn from torch's
+            generator.
+        dtype: torch.float32 or torch.bfloat16; None is what the configuration names, else float32. A_log and dt_bias
+            are float32 in any case.
+        device: "meta" makes a model without memory, of a directory too.
+        activation_checkpointing: True or "full" makes the activations inside each decoder layer and vision block
+            again in backward; no bit changes.
+        aux_loss: None adds transformers' auxiliary loss where the configuration's output_router_logits asks for it;
+            "transformers" adds it anyway, "per_layer" adds the sum of every layer's own.
+        cp, **parallel: None or one rank.
+
+    Returns:
+        Qwen3_5, in training mode. The state dict has the keys of published checkpoints.
+
+    Raises:
+        ValueError: no model directory, a configuration that makes no model, a shape that disagrees, experts in two
+            key styles. RuntimeError: keys that are missing or not the model's, all named. NotImplementedError: more
+            ranks than one, or a part that this definition does not have.
+    """
+    _refuse_parallel(cp, parallel)
+    if activation_checkpointing not in (False, True, "full", None):
+        raise ValueError(
+            f"load: activation_checkpointing is {activation_checkpointing!r}, False, True or 'full' is needed"
+        )
+    if aux_loss not in _AUX_LOSS:
+        raise ValueError(f"load: aux_loss is {aux_loss!r}, None, 'transformers' or 'per_layer' is needed")
+    config = read_config(path_or_config)
+    dtype = dtype or config.dtype or torch.float32
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise TypeError(f"load: dtype is {dtype}, torch.float32 or torch.bfloat16 is needed")
+    folder = path_or_config if isinstance(path_or_config, str) or hasattr(path_or_config, "__fspath__") else None
+    model = _build(config, folder, dtype, device)
+    model.recompute(bool(activation_checkpointing))
+    model.aux_loss = aux_loss
+    return model.train()
+
+
+class Qwen3_5(nn.Module):
+    """`loss, metrics = model(batch)`. Letters: T tokens, H hidden size, V vocabulary.
+
+    Attributes: config; model.language_model, model.visual, lm_head; mtp, or None where there is none (set it to None
+    to train without); aux_loss, as in `load`.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.aux_loss = None
+        self.model = nn.Module()
+        self.model.language_model = TextModel(config.text)
+        self.model.visual = VisionModel(config.vision)
+        self.lm_head = nn.Linear(config.text.hidden_size, config.text.vocab_size, bias=False)
+        self.mtp = MTP(config.text) if config.text.mtp_num_hidden_layers else None
+
+    def forward(self, batch):
+        """The loss of a packed batch, and what it is made of.
+
+        batch: a dict, never written to, of
+            input_ids [T] and labels [T], the token that each is to predict, -100 for none;
+            cu_seqlens or doc_ids, as `automodel_c.Pack` takes them; neither is one document;
+            position_ids [3, T], made here when absent; mm_token_type_ids [T], 1 image, 2 video, checked;
+            pixel_values, pixel_values_videos [P, patch width] and image_grid_thw, video_grid_thw [n, 3], media of the
+            whole pack in order of appearance;
+            num_label_tokens, an int or a tensor: what the sum of losses is divided by, this batch's own when absent.
+        Host tensors are best: plans are made on the host, the rest is moved to the model's device.
+
+        Returns (loss, metrics): loss, a float32 scalar, is lm_loss + 0.1 mtp_loss + router_aux_loss_coef aux_loss;
+        metrics, detached device tensors: lm_loss, mtp_loss (mean over depths), aux_loss, label_tokens. Where there is
+        no such part it is 0.
+
+        ValueError and TypeError name the key, and both numbers where counts disagree.
+        """
+        batch = Batch(batch, self.config, self.lm_head.weight.device)
+        if batch.labels is None:
+            raise ValueError("batch: labels is missing")
+        embeddings = self._embed(batch)
+        hidden, stats = self.model.language_model(embeddings, batch.step)
+        loss = lm_loss = self._cross_entropy(hidden, batch.labels, batch)
+        mtp_loss = aux_loss = torch.zeros_like(lm_loss)
+        if self.mtp is not None:
+            depths = self.mtp(hidden, embeddings, batch)
+            mtp_loss = sum(self._cross_entropy(h, labels, batch) for h, labels in depths) / len(depths)
+            loss = loss + LOSS_SCALE * mtp_loss
+        text = self.config.text
+        if text.num_experts and (self.aux_loss or text.output_router_logits):
+            aux_loss = auxiliary_loss(stats, text.num_experts_per_tok, self.aux_loss == "per_layer")
+            loss = loss + text.router_aux_loss_coef * aux_loss
+        parts = {"lm_loss": lm_loss, "mtp_loss": mtp_loss, "aux_loss": aux_loss, "label_tokens": batch.label_count}
+        return loss, {name: value.detach() for name, value in parts.items()}
+
+    def logits(self, batch, rows=None):
+        """Logits [n, V] of the tokens `rows` (int [n], any sequence; None is all T) of a batch, whose labels may be
+        missing. Under FSDP2 register it: `register_fsdp_forward_method(model, "logits")`."""
+        batch = Batch(batch, self.config, self.lm_head.weight.device)
+        hidden, _ = self.model.language_model(self._embed(batch), batch.step)
+        if rows is not None:
+            hidden = hidden.index_select(0, torch.as_tensor(rows, dtype=torch.int64, device=hidden.device))
+        return self.lm_head(hidden)
+
+    def _embed(self, batch):
+        """Token embeddings [T, H] with those of the media in their places; without media the tower runs all the same,
+        on a frame that takes no place, so that its gradients exist."""
+        embeddings = self.model.language_model.embed_tokens(batch.input_ids)
+        media = batch.media
+        seen = self.model.visual(media.pixel_values, grid_thw=media.grids)
+        return embeddings.index_copy(0, media.tokens, seen[: len(media.tokens)].to(embeddings.dtype))
+
+    def _cross_entropy(self, hidden, labels, batch):
+        return ops.linear_cross_entropy(
+            hidden, self.lm_head.weight, labels, num_label_tokens=batch.num_label_tokens, ignore_index=IGNORE
+        )
+
+    def recompute(self, value):
+        """Whether backward makes the activations inside layers and blocks again instead of keeping them."""
+        for part in (self.model.language_model, self.model.visual, self.mtp):
+            if part is not None:
+                part.recompute = value
+
+    def save_pretrained(self, folder, *, experts=None):
+        """Writes safetensors and config.json as transformers reads them. See `checkpoint.save`."""
+        save(self, folder, experts=experts)
+
+
+def _build(config, folder, dtype, device):
+    files = None if folder is None else Files(folder)
+    if files is not None:
+        config = dataclasses.replace(config, text=files.with_mtp(config.text))
+    with torch.device("meta"):
+        model = Qwen3_5(config)
+    model = model.to(dtype)
+    meta = device is not None and torch.device(device).type == "meta"
+    if not meta:
+        model.to_empty(device=device or "cpu")
+    if files is not None:
+        model.expert_layouts = files.fill(model)
+    elif not meta:
+        initialise(model)
+    return model
+
+
+def _refuse_parallel(cp, parallel):
+    """NotImplementedError for more ranks than one, TypeError for an argument that is no kind of parallelism."""
+    for name, value in {"cp": cp, **parallel}.items():
+        if name not in ("cp", *_PARALLEL):
+            raise TypeError(f"load: unexpected keyword argument {name!r}")
+        ranks = _ranks(value)
+        if ranks != 1:
+            raise NotImplementedError(
+                f"load: {name}={value!r}: this model runs on one rank of {name} so far; data parallelism goes around "
+                "it (parallelize_qwen3_5)"
+            )
+
+
+def _ranks(value):
+    """How many ranks an argument means: None, an int, or what tells `ranks` or `size()`."""
+    if value is None or isinstance(value, int):
+        return 1 if value is None else value
+    told = getattr(value, "ranks", getattr(value, "size", None))
+    return told() if callable(told) else told

@@ -1,0 +1,203 @@
+"""From a batch to what one forward needs: checked, planned on the host, placed on the model's device.
+
+Letters: T tokens, P rows of pixel_values, m the merge size.
+"""
+
+import dataclasses
+
+import numpy as np
+import torch
+
+from automodel_c.data.positions import IMAGE, TEXT, VIDEO, pack_positions
+from automodel_c.keys import check_known
+from automodel_c.partition import Pack
+
+KEYS = (
+    "input_ids", "labels", "cu_seqlens", "doc_ids", "position_ids", "mm_token_type_ids", "num_label_tokens",
+    "pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw",
+)  # fmt: skip
+IGNORE = -100
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A pack as the layers see it; recomputation in backward uses the same.
+
+    Attributes:
+        pack: Pack over T.
+        positions: int64 [3, T].
+        padding: bool [T], True where no document is, or None when all tokens are real.
+    """
+
+    pack: Pack
+    positions: torch.Tensor
+    padding: torch.Tensor | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Media:
+    """Images, then videos. Attributes: pixel_values [P, width]; grids int64 [n, 3]; tokens int64 [P / m^2], the places
+    in the pack that their embeddings take. Without media one black frame that takes no place."""
+
+    pixel_values: torch.Tensor
+    grids: np.ndarray
+    tokens: torch.Tensor
+
+
+class Batch:
+    """A caller's batch, checked.
+
+    Attributes: input_ids int64 [T]; labels int64 [T] or None, IGNORE in padding; label_count int64 scalar, how many
+    are left; num_label_tokens, what losses are divided by; step, Step; media, Media; ends int64 [T], one past the
+    document of each token, on the host.
+    """
+
+    def __init__(self, batch, config, device):
+        if not isinstance(batch, dict):
+            raise TypeError(f"batch: expected a dict, found {type(batch).__name__}")
+        for key in batch:
+            check_known(key, KEYS, "batch.")
+        given = {key: value for key, value in batch.items() if value is not None}
+        ids = _tensor(given, "input_ids", 1, integer=True)
+        tokens = len(ids)
+        pack = _pack(given, tokens)
+        self.ends = _ends(pack, tokens)
+        real = self.ends > 0
+        host_ids = np.where(real, ids.cpu().numpy(), 0)  # padding may hold anything
+        _check_ids(host_ids, config.text.vocab_size)
+        types = _types(given, host_ids, real, config)
+        self.media, grids = _media(given, types, config, device)
+        positions = _positions(given, types, pack, grids, config)
+        padding = None if real.all() else torch.from_numpy(~real).to(device)
+        self.step = Step(pack, positions.to(device), padding)
+        self.input_ids = torch.from_numpy(host_ids).to(device)
+        self.labels, self.label_count = _labels(given, tokens, real, device)
+        self.num_label_tokens = given.get("num_label_tokens", self.label_count)
+
+
+def _tensor(given, key, ndim, tokens=None, integer=False):
+    """given[key], a tensor of `ndim` axes whose last has `tokens`; ValueError and TypeError name it."""
+    if key not in given:
+        raise ValueError(f"batch: {key} is missing")
+    x = given[key]
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"batch: {key} must be a tensor, not {type(x).__name__}")
+    if x.ndim != ndim:
+        raise ValueError(f"batch: {key} has {x.ndim} axes, {ndim} are needed (a pack has no batch axis)")
+    if tokens is not None and x.shape[-1] != tokens:
+        raise ValueError(f"batch: {key} has {x.shape[-1]} tokens, input_ids has {tokens}")
+    if integer and x.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"batch: {key} is {x.dtype}, int64 or int32 is needed")
+    return x
+
+
+def _pack(given, tokens):
+    if "cu_seqlens" in given and "doc_ids" in given:
+        raise ValueError("batch: give one of cu_seqlens and doc_ids, not both")
+    if "doc_ids" in given:
+        pack = Pack(doc_ids=given["doc_ids"])
+    else:
+        pack = Pack(cu_seqlens=given.get("cu_seqlens", [0, tokens]))
+    pack.check_tokens(tokens, "batch: input_ids")
+    return pack
+
+
+def _ends(pack, tokens):
+    """One past the last token of each token's document, 0 in padding."""
+    lengths = pack.lengths
+    ends = np.zeros(tokens, dtype=np.int64)
+    first = pack.docs[:, 0].repeat(lengths)
+    inner = np.arange(len(first)) - (lengths.cumsum() - lengths).repeat(lengths)
+    ends[first + inner] = pack.docs[:, 1].repeat(lengths)
+    return ends
+
+
+def _check_ids(ids, vocab):
+    wrong = np.flatnonzero((ids < 0) | (ids >= vocab))
+    if len(wrong):
+        raise ValueError(f"batch: input_ids[{wrong[0]}] is {ids[wrong[0]]}, the vocabulary has {vocab} tokens")
+
+
+def _types(given, ids, real, config):
+    """TEXT, IMAGE or VIDEO of each token; TEXT in padding."""
+    types = np.where(ids == config.image_token_id, IMAGE, np.where(ids == config.video_token_id, VIDEO, TEXT))
+    types[~real] = TEXT
+    if "mm_token_type_ids" in given:
+        told = _tensor(given, "mm_token_type_ids", 1, len(ids)).cpu().numpy()
+        for kind, word in ((IMAGE, "image"), (VIDEO, "video")):
+            theirs, ours = ((x == kind) & real for x in (told, types))
+            if (theirs != ours).any():
+                raise ValueError(
+                    f"batch: mm_token_type_ids marks {theirs.sum()} {word} tokens, input_ids has {ours.sum()}"
+                    + (" elsewhere" if theirs.sum() == ours.sum() else "")
+                )
+    return types
+
+
+def _media(given, types, config, device):
+    """(Media, [grids of images, grids of videos])."""
+    vision, found, grids, tokens = config.vision, [], [], []
+    for kind, word, pixels in ((IMAGE, "image", "pixel_values"), (VIDEO, "video", "pixel_values_videos")):
+        grid = _grid(given, f"{word}_grid_thw", vision.spatial_merge_size)
+        rows = _rows(given, pixels, vision.patch_width)
+        wanted = int(grid.prod(1).sum())
+        if len(rows) != wanted:
+            raise ValueError(f"batch: {pixels} has {len(rows)} rows, {word}_grid_thw asks for {wanted}")
+        places, merged = np.flatnonzero(types == kind), wanted // vision.spatial_merge_size**2
+        if len(places) != merged:
+            raise ValueError(f"batch: input_ids has {len(places)} {word} tokens, {word}_grid_thw asks for {merged}")
+        found.append(rows.to(device))
+        grids.append(grid)
+        tokens.append(places)
+    places = torch.from_numpy(np.concatenate(tokens)).to(device)
+    if not len(places):
+        side = vision.spatial_merge_size
+        black = torch.zeros(side * side, vision.patch_width, device=device)
+        return Media(black, np.array([[1, side, side]]), places), grids
+    found = [rows for rows in found if len(rows)]
+    pixel_values = found[0] if len(found) == 1 else torch.cat(found)
+    return Media(pixel_values, np.concatenate(grids), places), grids
+
+
+def _grid(given, key, merge):
+    if key not in given:
+        return np.zeros((0, 3), dtype=np.int64)
+    grid = _tensor(given, key, 2, integer=True).cpu().numpy().astype(np.int64)
+    if grid.shape[1] != 3:
+        raise ValueError(f"batch: {key} has {grid.shape[1]} columns, 3 are needed")
+    wrong = np.flatnonzero((grid < 1).any(1) | (grid[:, 1:] % merge).any(1))
+    if len(wrong):
+        t, h, w = grid[wrong[0]].tolist()
+        raise ValueError(f"batch: {key}[{wrong[0]}] is {t, h, w}: rows and columns must be multiples of {merge}, > 0")
+    return grid
+
+
+def _rows(given, key, width):
+    if key not in given:
+        return torch.zeros(0, width)
+    rows = _tensor(given, key, 2)
+    if not rows.is_floating_point():
+        raise TypeError(f"batch: {key} is {rows.dtype}, a floating-point dtype is needed")
+    if rows.shape[1] != width:
+        raise ValueError(f"batch: {key} has {rows.shape[1]} columns, a patch has {width}")
+    return rows
+
+
+def _positions(given, types, pack, grids, config):
+    if "position_ids" in given:
+        positions = _tensor(given, "position_ids", 2, len(types), integer=True)
+        if positions.shape[0] != 3:
+            raise ValueError(f"batch: position_ids has {positions.shape[0]} axes, 3 are needed (time, height, width)")
+        return positions.long()
+    merge = config.vision.spatial_merge_size
+    return torch.from_numpy(pack_positions(types, pack.docs, *grids, merge, "batch"))
+
+
+def _labels(given, tokens, real, device):
+    """(labels or None, how many are not IGNORE): labels of padding are ignored."""
+    if "labels" not in given:
+        return None, None
+    labels = _tensor(given, "labels", 1, tokens, integer=True).to(device).long()
+    if not real.all():
+        labels = labels.masked_fill(torch.from_numpy(~real).to(device), IGNORE)
+    return labels, (labels != IGNORE).sum()
