@@ -7,7 +7,10 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 from automodel_c.models import qwen3_5
+from automodel_c.models.qwen3_5.config import FULL
+from automodel_c.models.qwen3_5.step import Batch
 from automodel_c.parallel import ContextParallel, sum_gradients, wire
+from automodel_c.parallel.frame_plan import FrameSharding, plan_frames
 from tests.models import packs
 from tests.parallel.context_worker import groups
 from tests.patch import models
@@ -23,11 +26,17 @@ PACKS = {
     "text": packs.pack(packs.PACKS["text"]),
     "clips": packs.pack(CLIPS),
     "padding": packs.pack([packs.document(2, ("image", 2, 4), 5, seed=23)], padding=24),
+    "labels at the end": packs.pack(CLIPS),
 }
+PACKS["labels at the end"]["labels"][:-9] = -100
 DOCUMENTS = {
     "mixed": packs.PACKS["mixed"], "gaps": packs.PACKS["mixed"], "text": packs.PACKS["text"], "clips": CLIPS,
-    "padding": [packs.document(2, ("image", 2, 4), 5, seed=23)],
+    "padding": [packs.document(2, ("image", 2, 4), 5, seed=23)], "labels at the end": [],
 }  # fmt: skip
+for one in CLIPS:
+    DOCUMENTS["labels at the end"].append({**one, "labels": one["labels"].clone()})
+DOCUMENTS["labels at the end"][0]["labels"][:] = -100
+DOCUMENTS["labels at the end"][1]["labels"][:-9] = -100
 # family, depths of prediction, options of load, frozen tower
 MODELS = {
     "experts": ("qwen3_5_moe", 2, {"aux_loss": "per_layer", "frame_sharding": SHARDED}, False),
@@ -68,10 +77,10 @@ def parts(cases):
 
 
 def bits(name, pack, other):
-    """Whether recomputation, and another forward before backward, change a bit; and bytes on the wire of each.
+    """Whether recomputation, and another forward before backward, change a bit; and the bytes on the wire.
 
-    Returns [(sent forward, sent in all), ...] plain, recomputed, recomputed with the other forward in between, and
-    what the plan says a forward sends.
+    Returns (what the plan says a forward sends, [(sent in forward, sent and received in backward), ...]): plain,
+    recomputed, recomputed with the other forward in between.
     """
     sent, results = [], []
     for recompute, between in ((False, False), (True, False), (True, True)):
@@ -80,25 +89,53 @@ def bits(name, pack, other):
         before = wire.sent
         loss, _ = model(PACKS[pack])
         forward = wire.sent - before
-        if between:
-            middle = wire.sent
-            model(PACKS[other])[0].backward()
-            model.zero_grad(set_to_none=True)
-            before += wire.sent - middle
+        later = model(PACKS[other])[0] if between else None
+        before = wire.sent + wire.received
         loss.backward()
-        sent.append((forward, wire.sent - before))
+        sent.append((forward, wire.sent + wire.received - before))
         results.append({"loss": loss.detach(), **packs.gradients(model)})
+        if between:
+            later.backward()
     for found in results[1:]:
         for key, value in results[0].items():
             assert torch.equal(found[key], value), key
+    return planned(model, PACKS[pack]), sent
+
+
+def planned(model, batch):
+    """Bytes that this rank sends in one forward."""
+    text, prediction = model.config.text, 0 if model.mtp is None else len(model.mtp.layers)
+    share = Batch(batch, model.config, "cpu", model.cp, prediction).share
+    plan, full = share.plan, sum(kind == FULL for kind in text.layer_types)
+    shape = text.num_attention_heads, text.num_key_value_heads, text.head_dim
+    keys, values = text.linear_num_key_heads * text.linear_key_head_dim, text.linear_num_value_heads
+    channels = 2 * keys + values * text.linear_value_head_dim
+    states = plan.straddles.states(text.linear_key_head_dim, text.linear_value_head_dim).traffic(values)
+    halo = plan.straddles.halo(text.linear_conv_kernel_dim).traffic(channels, torch.float32)
+    attention = plan.attention(*shape, torch.float32).traffic()
+    total = (full + prediction) * attention["sent"] + (len(text.layer_types) - full) * (states["sent"] + halo["sent"])
+    loads = (plan.ranks - 1) * len(text.layer_types) * text.num_experts * 8 if model.aux_loss else 0
+    return int(total[plan.rank]) + loads + _tokens_sent(model, share, batch) * text.hidden_size * 4
+
+
+def _tokens_sent(model, share, batch):
+    if not model.frame_sharding.enabled:
+        return 0
+    rank, merge = share.plan.rank, model.config.vision.spatial_merge_size
+    places = torch.cat([torch.nonzero(batch["input_ids"] == token)[:, 0] for token in (packs.IMAGE, packs.VIDEO)])
+    grids = torch.cat([batch[key] for key in ("image_grid_thw", "video_grid_thw")]).tolist()
+    made = plan_frames(grids, share.plan.ranks, rank, merge=merge, alpha=96).tokens
+    begin, sent = sum(made[:rank]), 0
+    for other in range(share.plan.ranks):
+        tokens, _ = share.spliced(places.numpy(), other)
+        sent += 0 if other == rank else int(((tokens >= begin) & (tokens < begin + made[rank])).sum())
     return sent
 
 
 def evaluate(name, pack, rows):
     model = build(name, 0, "world")
-    before = wire.exchanges
     with torch.no_grad():
-        return model.logits({k: v for k, v in PACKS[pack].items() if k != "labels"}, rows), wire.exchanges - before
+        return model.logits({k: v for k, v in PACKS[pack].items() if k != "labels"}, rows)
 
 
 def one_token_too_few(name, pack, rank):
@@ -107,6 +144,18 @@ def one_token_too_few(name, pack, rank):
         whole = model.model.visual.forward
         model.model.visual.forward = lambda *args, **kwargs: whole(*args, **kwargs)[:-1]
     model(PACKS[pack])
+
+
+def refused():
+    """The message for a tower that trains, shared with ranks of tensor parallelism."""
+    model = build("experts", 98, "world")
+    model.frame_sharding = FrameSharding.from_mapping(SHARDED | {"mesh_dims": ["cp", "tp"]})
+    try:
+        model(PACKS["clips"])
+    except ValueError as error:
+        model.model.visual.requires_grad_(False)
+        model(PACKS["clips"])
+        return str(error)
 
 
 def bad_batch(rank):

@@ -15,6 +15,7 @@ from automodel_c.reference.moe import aux_loss, load_balancing_loss
 from tests.models import cp_worker as worker
 from tests.models import mtp_reference, packs
 from tests.models.cp_worker import DOCUMENTS, MODELS, PACKS
+from tests.numerics import assert_as_good_as
 from tests.patch import models
 from tests.ranks import RanksFailed
 
@@ -44,10 +45,7 @@ def truth(tmp_path_factory):
 
 
 def exact(folder, name, seed, *chosen):
-    model = worker.build(name, seed)
-    model.save_pretrained(folder / f"{name}{seed}")
-    twin = AutoModelForImageTextToText.from_pretrained(folder / f"{name}{seed}", experts_implementation="eager")
-    twin = models.in_float64(twin.train())
+    model, twin = float64_twin(folder / f"{name}{seed}", name, seed)
     mtp = {key: p.detach().double().requires_grad_() for key, p in model.named_parameters() if key.startswith("mtp.")}
     leaves = {**dict(twin.named_parameters()), **mtp}
     with models.Exact():
@@ -55,6 +53,14 @@ def exact(folder, name, seed, *chosen):
     grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
     grads = [torch.zeros_like(p) if g is None else g for p, g in zip(leaves.values(), grads, strict=True)]
     return {"loss": loss.detach(), **dict(zip(leaves, grads, strict=True))}
+
+
+def float64_twin(folder, name, seed):
+    """(model, transformers' with the same weights in float64)."""
+    model = worker.build(name, seed)
+    model.save_pretrained(folder)
+    twin = AutoModelForImageTextToText.from_pretrained(folder, experts_implementation="eager")
+    return model, models.in_float64(twin.train())
 
 
 def exact_loss(model, twin, leaves, documents, count):
@@ -135,20 +141,29 @@ def test_loss_and_gradients_are_one_ranks(rank_pools, truth, world, name):
 
 @pytest.mark.parametrize("name", ["experts", "dense"])
 def test_recomputation_and_another_forward_change_no_bit_and_move_no_rows(rank_pools, name):
-    for sent in rank_pools(3).run(worker.bits, name, "mixed", "clips", timeout=120):
-        assert sent[0][0] > 0 and sent[0][1] > sent[0][0]
+    """And a forward sends what the plan says: keys, states, halos, vision tokens and loads of experts."""
+    for plan, sent in rank_pools(3).run(worker.bits, name, "mixed", "clips", timeout=120):
+        assert sent[0][0] == plan and sent[0][1] > 0
         assert sent[1] == sent[0] and sent[2] == sent[0]
 
 
-def test_logits_are_one_ranks_on_every_rank(rank_pools, truth):
-    rows = [0, 5, len(PACKS["mixed"]["input_ids"]) - 1, 5]
-    for chosen in (None, rows, []):
-        results = rank_pools(3).run(worker.evaluate, "experts", "mixed", chosen)
+def test_logits_are_one_ranks_on_every_rank(rank_pools, tmp_path):
+    pack = "mixed"
+    model, twin = float64_twin(tmp_path, "experts", 0)
+    with models.Exact(), torch.no_grad():
+        true = torch.cat([twin(**packs.as_row(d, torch.float64)).logits[0] for d in DOCUMENTS[pack]])
+    for rows in (None, [0, 5, len(true) - 1, 5], []):
+        results = rank_pools(3).run(worker.evaluate, "experts", pack, rows)
+        assert all(torch.equal(found, results[0]) for found in results)
         with torch.no_grad():
-            expected = worker.build("experts", 0).logits(PACKS["mixed"], chosen)
-        for found, _ in results:
-            assert torch.equal(found, results[0][0]) and found.shape == expected.shape
-            torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+            naive = model.logits(PACKS[pack], rows)
+        chosen = slice(None) if rows is None else torch.tensor(rows, dtype=torch.int64)
+        assert_as_good_as(results[0], naive, true[chosen], name="logits")
+
+
+def test_a_tower_that_trains_is_not_shared_over_tensor_parallel_ranks(ranks):
+    for message in ranks.run(worker.refused):
+        assert "mesh_dims is ['cp', 'tp'] and the vision tower trains" in message
 
 
 @pytest.mark.parametrize("pack", ["clips", "padding"])
