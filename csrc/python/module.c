@@ -8,8 +8,7 @@
 
 /* One line per slice: csrc/<slice>/<slice>_py.c defines am_<slice>_methods. */
 #define AM_SLICES(X)                                                                                                   \
-    X(adam)                                                                                                            \
-    X(attention) X(comm) X(conv) X(exchange) X(gate) X(gdn) X(loss) X(mlp) X(moe) X(norm) X(partition) X(rope)
+    X(adam) X(attention) X(comm) X(conv) X(exchange) X(gate) X(gdn) X(loss) X(mlp) X(moe) X(norm) X(partition) X(rope)
 
 #define AM_DECLARE(slice) extern PyMethodDef am_##slice##_methods[];
 AM_SLICES(AM_DECLARE)

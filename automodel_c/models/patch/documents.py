@@ -36,6 +36,7 @@ class TextPlan:
         return torch.from_numpy(real.reshape(self.shape))
 
     @functools.cached_property
+    @torch.compiler.disable(recursive=True)
     def groups(self):
         """(groups, inverse): for documents that fill equally many chunks of one size, (int64 [n, width] their tokens,
         shorter ones repeating their last, and that size); int64 [B * L] where a token lies in the rows of all groups

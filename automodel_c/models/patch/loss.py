@@ -69,6 +69,7 @@ def _mask_from(args, attention_mask):
     return args[:1], args[1]
 
 
+@torch.compiler.disable(recursive=True)  # by the host's list of documents
 def shift_in_documents(labels, pack, ignore_index=-100):
     """labels int [B, L] -> [B, L]: each token's next of its own document; ignore_index at a document's end and in
     padding."""

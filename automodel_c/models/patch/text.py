@@ -55,6 +55,7 @@ def attends_here(self):
     return all("_amcore_report" in vars(m.self_attn) for m in self.layers if hasattr(m, "self_attn"))
 
 
+@torch.compiler.disable(recursive=True)  # NumPy on the host
 def _plan(self, tokens, position_ids, mask, cu_seqlens):
     shape = tuple(tokens.shape[:2])
     deciding, positions = three_axes(position_ids, shape, tokens.device)
@@ -139,6 +140,11 @@ def gated_delta_net(self, hidden_states, *args, **kwargs):
     plan = kwargs.pop(PLAN, None)
     if plan is None:
         return type(self).forward(self, hidden_states, *args, **kwargs)
+    return _each_document(self, hidden_states, plan, kwargs)
+
+
+@torch.compiler.disable(recursive=True)  # transformers' layer does not compile: softplus's gradient has other strides
+def _each_document(self, hidden_states, plan, kwargs):
     if not plan.packed:
         kwargs["attention_mask"] = plan.row_mask
         return type(self).forward(self, hidden_states, **kwargs)

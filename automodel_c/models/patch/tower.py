@@ -2,6 +2,7 @@
 
 import sys
 
+import torch
 from transformers import vision_utils
 
 from automodel_c import ops
@@ -23,11 +24,15 @@ class TowerPlan:
 def vision_model(self, hidden_states, grid_thw, **kwargs):
     """Hands the blocks a TowerPlan; arguments and results are transformers'."""
     kwargs.pop(REQUEST, None)
-    known = dict(kwargs)
+    kwargs[PLAN] = _plan(self, grid_thw, dict(kwargs))
+    return type(self).forward(self, hidden_states, grid_thw, **kwargs)
+
+
+@torch.compiler.disable(recursive=True)  # NumPy on the host
+def _plan(self, grid_thw, known):
     cu_seqlens = vision_utils.get_vision_cu_seqlens(grid_thw, kwargs=known)
     positions = vision_utils.get_vision_position_ids(grid_thw, self.spatial_merge_size, kwargs=known)
-    kwargs[PLAN] = TowerPlan(Pack(cu_seqlens=cu_seqlens), positions.t().contiguous(), rope_theta(self)[0])
-    return type(self).forward(self, hidden_states, grid_thw, **kwargs)
+    return TowerPlan(Pack(cu_seqlens=cu_seqlens), positions.t().contiguous(), rope_theta(self)[0])
 
 
 def rope_theta(tower):
