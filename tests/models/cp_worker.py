@@ -26,12 +26,14 @@ PACKS = {
     "text": packs.pack(packs.PACKS["text"]),
     "clips": packs.pack(CLIPS),
     "padding": packs.pack([packs.document(2, ("image", 2, 4), 5, seed=23)], padding=24),
+    "tiny": packs.pack([packs.document(3, ("image", 2, 2), 1, seed=24)]),
     "labels at the end": packs.pack(CLIPS),
 }
 PACKS["labels at the end"]["labels"][:-9] = -100
 DOCUMENTS = {
     "mixed": packs.PACKS["mixed"], "gaps": packs.PACKS["mixed"], "text": packs.PACKS["text"], "clips": CLIPS,
-    "padding": [packs.document(2, ("image", 2, 4), 5, seed=23)], "labels at the end": [],
+    "padding": [packs.document(2, ("image", 2, 4), 5, seed=23)],
+    "tiny": [packs.document(3, ("image", 2, 2), 1, seed=24)], "labels at the end": [],
 }  # fmt: skip
 for one in CLIPS:
     DOCUMENTS["labels at the end"].append({**one, "labels": one["labels"].clone()})
@@ -127,9 +129,20 @@ def _tokens_sent(model, share, batch):
     made = plan_frames(grids, share.plan.ranks, rank, merge=merge, alpha=96).tokens
     begin, sent = sum(made[:rank]), 0
     for other in range(share.plan.ranks):
-        tokens, _ = share.spliced(places.numpy(), other)
-        sent += 0 if other == rank else int(((tokens >= begin) & (tokens < begin + made[rank])).sum())
+        if other != rank:
+            rows = _embedded_by(other, share, batch)
+            sent += sum(int(place) in rows for place in places[begin : begin + made[rank]])
     return sent
+
+
+def _embedded_by(rank, share, batch):
+    """The rows that a rank embeds: its own, and those that its tokens' predictions look at."""
+    local, ends = share.plan.local, batch["cu_seqlens"].tolist()[1:]
+    rows = set(range(rank * local, (rank + 1) * local))
+    for row in sorted(rows & set(range(ends[-1]))):
+        end = next(end for end in ends if row < end)
+        rows |= {min(row + k, end - 1) for k in range(1, share.depths + 1)}
+    return rows
 
 
 def evaluate(name, pack, rows):

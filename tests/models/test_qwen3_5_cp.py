@@ -139,6 +139,15 @@ def test_loss_and_gradients_are_one_ranks(rank_pools, truth, world, name):
     packs.compare(*runs.values(), f"{name} on {world} ranks")
 
 
+def test_eight_ranks(rank_pools, truth):
+    cases = [("experts", 0, pack) for pack in ("clips", "tiny")]
+    results = rank_pools(8).run(worker.parts, cases, timeout=180)
+    rank_pools(8).close()
+    found = [total([values for values, _ in ranks]) for ranks in zip(*results, strict=True)]
+    naive, exact = [one_rank(*case)[0] for case in cases], [truth(*case) for case in cases]
+    packs.compare(found, naive, exact, "experts on 8 ranks")
+
+
 @pytest.mark.parametrize("name", ["experts", "dense"])
 def test_recomputation_and_another_forward_change_no_bit_and_move_no_rows(rank_pools, name):
     """And a forward sends what the plan says: keys, states, halos, vision tokens and loads of experts."""

@@ -14,13 +14,13 @@ class Share:
 
     Attributes:
         plan: ContextPlan, or None on one rank, which holds everything.
-        tokens: T, with the plan's padding.
+        tokens: T, with the plan's padding. depths: how far multi-token prediction looks ahead.
         own: int64 [L], the rows that this rank holds.
-        rows: int64 [L + X], those and then the rows that its own look ahead to, `depths` far: what it embeds.
+        rows: int64 [L + X], those and then the rows that its own look ahead to: what it embeds.
     """
 
     def __init__(self, ends, plan=None, depths=0):
-        self.plan, self._depths = plan, depths
+        self.plan, self.depths = plan, depths
         self.tokens = len(ends) if plan is None else plan.padded
         self._ends = self.pad(ends, 0)
         self.own = np.arange(self.tokens) if plan is None else self._own(plan.rank)
@@ -60,9 +60,10 @@ class Share:
 
         places: int64 [n], the row of each token. made: how many each rank makes, of the n in order.
         """
-        stops, moves = np.cumsum(made), []
+        stops, moves, token_at = np.cumsum(made), [], self._token_at(places)
         for rank in range(self.plan.ranks):
-            tokens, _ = self.spliced(places, rank)
+            tokens = token_at[self._rows(rank)]
+            tokens = tokens[tokens >= 0]
             src = np.searchsorted(stops, tokens, side="right")
             first = np.flatnonzero((np.diff(tokens, prepend=-2) != 1) | (np.diff(src, prepend=-1) != 0))
             source, begin = src[first], tokens[first]
@@ -70,16 +71,13 @@ class Share:
             moves.append(np.stack([source, np.full_like(source, rank), begin - (stops - made)[source], first, rows], 1))
         return np.concatenate(moves)
 
-    def spliced(self, places, rank=None):
-        """(tokens, rows): which vision tokens, whose rows are `places` [n], a rank's embeddings take, and where."""
+    def spliced(self, places):
+        """(tokens, rows): which vision tokens, whose rows are `places` [n], this rank's embeddings take, and where."""
         if self.plan is None:
             return np.arange(len(places)), places
-        token = np.full(self.tokens, -1, dtype=np.int64)
-        token[places] = np.arange(len(places))
-        rows = self.rows if rank in (None, self.plan.rank) else self._rows(rank)
-        found = token[rows]
-        there = np.flatnonzero(found >= 0)
-        return found[there], there
+        tokens = self._token_at(places)[self.rows]
+        there = np.flatnonzero(tokens >= 0)
+        return tokens[there], there
 
     def to_all(self, rows):
         """Route of `rows` int64 [n] of the pack from the ranks that hold them to every rank, in that order."""
@@ -90,15 +88,21 @@ class Share:
         moves[:, 1] = np.repeat(np.arange(plan.ranks), len(one))
         return Route.of(moves, plan.rank, plan.ranks, plan.local, len(rows))
 
+    def _token_at(self, places):
+        """int64 [tokens]: the vision token of each row, or -1."""
+        token_at = np.full(self.tokens, -1, dtype=np.int64)
+        token_at[places] = np.arange(len(places))
+        return token_at
+
     def _own(self, rank):
         return np.concatenate([np.arange(begin, end) for begin, end in self.plan.chunks_of(rank)])
 
     def _rows(self, rank):
         own = self._own(rank)
-        if not self._depths:
+        if not self.depths:
             return own
-        tails = [np.arange(max(begin, end - self._depths), end) for begin, end in self.plan.chunks_of(rank)]
-        seen = [self._ahead(tail, k)[0] for tail in tails for k in range(1, self._depths + 1)]
+        tails = [np.arange(max(begin, end - self.depths), end) for begin, end in self.plan.chunks_of(rank)]
+        seen = [self._ahead(tail, k)[0] for tail in tails for k in range(1, self.depths + 1)]
         return np.concatenate([own, np.setdiff1d(np.concatenate(seen), own)])
 
     def _ahead(self, rows, k):
