@@ -69,6 +69,7 @@ fix: venv ## format everything
 
 bench: build ## every operator beside its peers; JSON into benchmarks/results
 	for file in benchmarks/ops/bench_*.py; do $(PY) -m benchmarks.ops.$$(basename $$file .py) || exit 1; done
+	$(PY) -m benchmarks.recipes.bench_step
 
 cuda-report: build ## registers, shared memory and spills of every CUDA kernel
 	$(PY) tools/ptxas_table.py

@@ -62,6 +62,9 @@ def comm_reduce_parts(out: Tensor, parts: Tensor, *, scale: float) -> None: ...
 def attention_workspace(
     q: Tensor, k: Tensor, v: Tensor, docs: Index, docs_k: Index | None = None, *, causal: bool, backward: bool
 ) -> int: ...
+def attention_row(
+    q: Tensor, k: Tensor, v: Tensor, docs: Index, docs_k: Index | None = None, *, causal: bool, backward: bool
+) -> str: ...
 def attention_forward(
     out: Tensor,
     lse: Tensor,
@@ -72,6 +75,7 @@ def attention_forward(
     docs: Index,
     docs_k: Index | None = None,
     lse_low: Tensor | None = None,
+    device_docs: Tensor | None = None,  # int64 [3 N] or [5 N]: docs, docs_k, the order of work; needed on CUDA
     *,
     scale: float,
     causal: bool,
@@ -90,6 +94,7 @@ def attention_backward(
     docs: Index,
     docs_k: Index | None = None,
     lse_low: Tensor | None = None,
+    device_docs: Tensor | None = None,  # int64 [3 N] or [5 N]: docs, docs_k, the order of work; needed on CUDA
     *,
     scale: float,
     causal: bool,

@@ -49,13 +49,16 @@ class Pack:
     Args:
         cu_seqlens: int32 or int64 [N + 1] offsets: 0 first, never decreasing. Documents of length 0 keep their row.
         doc_ids: int32 or int64 [T]; see `docs_from_ids`. Give one of the two.
-        device: where operators of this pack run: None or "cpu" here; a CUDA device gets a copy of `docs`.
+        device: where operators of this pack run: None or "cpu" here; a CUDA device gets one copy of `docs` and `order`,
+            on its current stream, and operators then copy nothing.
 
     Attributes:
         docs: int64 [N, 2], start and end of each document. Read-only.
         tokens: length of the token axis when `doc_ids` said it, else None (any T >= `end`).
         end: one past the last real token.
+        order: int64 [N], the documents from the longest to the shortest: the order of work. Read-only.
         device_docs: `docs` as a tensor on `device`, or None on the CPU.
+        device_plan: `docs` and `order` in one tensor [3 N] on `device`, or None; `device_docs` is a view of it.
 
     The arrays are copied at the call: changing them later changes nothing. ValueError and TypeError as for the
     functions above.
@@ -73,7 +76,10 @@ class Pack:
             self.tokens = None
         self.docs.flags.writeable = False
         self.end = int(self.docs[-1, 1]) if len(self.docs) else 0
-        self.device_docs = _to_device(self.docs, device)
+        self.order = np.argsort(-self.lengths, kind="stable")
+        self.order.flags.writeable = False
+        self.device_plan = to_device(device, self.docs, self.order)
+        self.device_docs = None if self.device_plan is None else self.device_plan[: self.docs.size].view(-1, 2)
 
     def __len__(self):
         return len(self.docs)
@@ -121,6 +127,10 @@ _warned = []
 def _to_host(index, name):
     if not getattr(index, "is_cuda", False):
         return index
+    import torch  # it made the index
+
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(f"{name} is on a CUDA device and cannot be read under graph capture: give a Pack")
     if not _warned:
         _warned.append(name)
         warnings.warn(
@@ -131,9 +141,16 @@ def _to_host(index, name):
     return index.cpu()
 
 
-def _to_device(docs, device):
+def to_device(device, *parts):
+    """The int64 arrays end to end as one tensor on a CUDA device, by one copy that the host need not wait for.
+
+    None for the CPU. RuntimeError under graph capture: a replay would read host memory that is gone.
+    """
     if device is None or str(device) == "cpu":
         return None
     import torch  # only a CUDA pack needs it
 
-    return torch.from_numpy(np.array(docs)).pin_memory().to(device, non_blocking=True)
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("documents cannot be copied under graph capture: give a Pack made with device= before it")
+    joined = np.concatenate([np.asarray(part, np.int64).ravel() for part in parts])
+    return torch.from_numpy(joined).pin_memory().to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""A transformers Qwen3.5 vision-language model and its processor, from configuration or from a directory."""
+"""A Qwen3.5 vision-language model, ours or transformers', and its processor, from configuration or from a directory."""
 
 import dataclasses
 from pathlib import Path
@@ -8,10 +8,15 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from ..keys import check_known
+from . import qwen3_5
+from .patch import patch_transformers
 from .processor import build_processor, load_processor, special_token_ids
 
 # keys that transformers takes besides the fields of its configuration classes
-_EXTRA_KEYS = {"": {"model_type"}, "text_config.": {"full_attention_interval", "partial_rotary_factor"}}
+_EXTRA_KEYS = {
+    "": {"model_type"},
+    "text_config.": {"full_attention_interval", "partial_rotary_factor", "mtp_num_hidden_layers"},
+}
 _CONFIGS_WITH_EXPERTS = ("qwen3_5_moe",)
 _CONFIGS = ("qwen3_5", *_CONFIGS_WITH_EXPERTS)
 
@@ -64,20 +69,38 @@ def _check_keys(mapping):
 def build_model(section, processor_section, how, processor_how):
     """(model, Processor) for a recipe's `model` and `processor` sections (schema.Model, schema.Processor).
 
-    how, processor_how: what their `_target_` means. Weights from configuration are drawn from torch's generator,
-    so ranks that seed alike start alike. The model is on the CPU in fp32: what FSDP2 shards are the masters.
+    how, processor_how: what their `_target_` means. section.operators: "automodel_c" is our own definition, "patched"
+    transformers' on our operators, "transformers" transformers' as it comes. Weights from configuration are drawn from
+    torch's generator, so ranks that seed alike start alike. The model is on the CPU in fp32: what FSDP2 shards are the
+    masters.
     """
     processor = _processor(section, processor_section, how, processor_how)
-    options = {"dtype": torch.float32, "attn_implementation": section.attn_implementation}
-    if how == "from_config":
+    folder = None if how == "from_config" else _directory(section, "model")
+    if folder is None:
         config = model_config(section.config, processor)
-        return AutoModelForImageTextToText.from_config(config, **options), processor
-    folder = _directory(section, "model")
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    for name in ("text_config", "vision_config"):
-        _override(getattr(config, name), getattr(section, name) or {}, f"model.{name}.")
-    model = AutoModelForImageTextToText.from_pretrained(folder, config=config, local_files_only=True, **options)
+    else:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        for name in ("text_config", "vision_config"):
+            _override(getattr(config, name), getattr(section, name) or {}, f"model.{name}.")
+    if section.operators == "automodel_c":
+        return _own(folder, config), processor
+    model = _transformers(folder, config, section.attn_implementation)
+    if section.operators == "patched":
+        patch_transformers(model)
     return model, processor
+
+
+def _own(folder, config):
+    if folder is None:
+        return qwen3_5.load(config, dtype=torch.float32)
+    return qwen3_5.load(folder, config=config, dtype=torch.float32)
+
+
+def _transformers(folder, config, attn_implementation):
+    options = {"dtype": torch.float32, "attn_implementation": attn_implementation}
+    if folder is None:
+        return AutoModelForImageTextToText.from_config(config, **options)
+    return AutoModelForImageTextToText.from_pretrained(folder, config=config, local_files_only=True, **options)
 
 
 def _processor(section, processor_section, how, processor_how):
@@ -125,5 +148,7 @@ def freeze(model, section):
     if section.freeze_language_model:
         base.language_model.requires_grad_(False)
         model.lm_head.requires_grad_(False)
+        if getattr(model, "mtp", None) is not None:
+            model.mtp.requires_grad_(False)
     if section.freeze_embeddings:
         base.language_model.embed_tokens.requires_grad_(False)

@@ -1,7 +1,5 @@
 """Writes a trained model as a Hugging Face directory."""
 
-import os
-import shutil
 from pathlib import Path
 
 import torch.distributed as dist
@@ -9,6 +7,8 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from .gates import published_name
+from .qwen3_5 import Qwen3_5
+from .qwen3_5.checkpoint import save, written_beside
 
 
 def full_state_dict(model):
@@ -23,23 +23,27 @@ def full_state_dict(model):
 
 
 def export_hf(model, processor, folder):
-    """Writes model.safetensors (keys as in the published checkpoints), config.json and the processor's files.
+    """Writes safetensors (keys as in the published checkpoints), config.json and the processor's files: a directory
+    that transformers and models.qwen3_5.load read.
 
     Written beside and renamed: `folder` is whole or as it was. Call it on every rank; rank 0 writes.
     """
     state = full_state_dict(model)
     if dist.get_rank() == 0:
-        folder = Path(folder)
-        beside = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-        beside.mkdir(parents=True)
+        if isinstance(model, Qwen3_5):
+            save(model, folder, state=state, extra=processor.save_pretrained)
+        else:
+            _write_transformers(model, state, processor, Path(folder))
+    dist.barrier()
+
+
+def _write_transformers(model, state, processor, folder):
+    with written_beside(folder) as beside:
         config = model.config
         config.architectures = [_transformers_class(model).__name__]
         save_file(state, beside / "model.safetensors", metadata={"format": "pt"})
         config.save_pretrained(beside)
         processor.save_pretrained(beside)
-        shutil.rmtree(folder, ignore_errors=True)
-        beside.rename(folder)
-    dist.barrier()
 
 
 def _transformers_class(model):

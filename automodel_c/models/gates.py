@@ -12,7 +12,8 @@ class GateParameters(nn.Module):
     def __init__(self, layer):
         super().__init__()
         for name in _NAMES:
-            setattr(self, name, nn.Parameter(getattr(layer, name).detach().float()))
+            held = getattr(layer, name)
+            setattr(self, name, nn.Parameter(held.detach().float(), requires_grad=held.requires_grad))
 
     def forward(self):
         """Copies: a unit's own parameters are gone once its forward has returned."""

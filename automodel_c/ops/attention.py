@@ -6,7 +6,7 @@ import torch
 
 from automodel_c import _amcore
 from automodel_c.ops import _alloc
-from automodel_c.partition import Pack, require_pack
+from automodel_c.partition import Pack, require_pack, to_device
 
 
 def attention(
@@ -26,7 +26,7 @@ def attention(
     """softmax(scale * q k^T + mask) v inside every document of a pack.
 
     Args:
-        q: [T, Hq, D] float32 or bfloat16. Any strides whose last axis is contiguous, for k and v too.
+        q: [T, Hq, D] float32 or bfloat16, on CUDA also float16. Any strides whose last axis is contiguous; so k, v.
         k, v: [Tk, Hk, D] in q's dtype; Hq is a multiple of Hk, and query head h reads key head h // (Hq // Hk).
         pack, cu_seqlens, doc_ids: the documents, at most one of the three; none is one document. See `Pack`.
         cu_seqlens_k: [N + 1] offsets of the documents in k and v where they differ from those in q. Without
@@ -51,19 +51,23 @@ def attention(
     and repeats to the bit. Dao et al., FlashAttention, NeurIPS 2022.
     """
     _check(q, k, v, deterministic)
-    docs, docs_k = _documents(q, k, pack, cu_seqlens, cu_seqlens_k, doc_ids)
-    out, lse = attend(q, k, v, docs, docs_k, causal=causal, scale=scale)
+    docs, docs_k, device_docs = _documents(q, k, pack, cu_seqlens, cu_seqlens_k, doc_ids)
+    out, lse = attend(q, k, v, docs, docs_k, device_docs, causal=causal, scale=scale)
     return (out, lse) if return_lse else out
 
 
-def attend(q, k, v, docs, docs_k=None, *, causal=True, scale=None):
+def attend(q, k, v, docs, docs_k=None, device_docs=None, *, causal=True, scale=None):
     """`attention` of documents anywhere in q and in k: (out, lse).
 
     docs, docs_k: int64 [2 N] on the host, start and end of each document's rows in q, and in k and v (None: the same);
-    ascending, gaps allowed. Rows of q in gaps get 0, and gradient 0; so do the keys.
+    ascending, gaps allowed. Rows of q in gaps get 0, and gradient 0; so do the keys. On CUDA, device_docs is both and
+    the order of work beside q (`_amcore.attention_forward`); without it they are copied there.
     """
+    if q.is_cuda and device_docs is None:
+        order = torch.argsort(docs[1::2] - docs[::2], descending=True, stable=True)  # long documents first
+        device_docs = to_device(q.device, docs, [] if docs_k is None else docs_k, order)
     scale = 1.0 / math.sqrt(max(1, q.shape[-1])) if scale is None else float(scale)
-    out, lse, _ = _forward(q, k, v, docs, docs_k, scale, bool(causal))
+    out, lse, _ = _forward(q, k, v, docs, docs_k, device_docs, scale, bool(causal))
     return out, lse
 
 
@@ -80,7 +84,10 @@ def _check(q, k, v, deterministic):
 
 
 def _documents(q, k, pack, cu_seqlens, cu_seqlens_k, doc_ids):
-    """Starts and ends of the documents as int64 [2 N] host tensors: of q, and of k where those differ (else None)."""
+    """Starts and ends of the documents as int64 [2 N] host tensors: of q, and of k where those differ (else None).
+
+    The third result is both of them and the order of work beside q, for CUDA kernels; None where that is a copy.
+    """
     if sum(x is not None for x in (pack, cu_seqlens, doc_ids)) > 1:
         raise ValueError("attention: give at most one of pack, cu_seqlens and doc_ids")
     if cu_seqlens is not None or doc_ids is not None:
@@ -91,15 +98,31 @@ def _documents(q, k, pack, cu_seqlens, cu_seqlens_k, doc_ids):
         require_pack("attention", pack)
         pack.check_tokens(q.shape[0], "attention: q")
         docs = torch.from_numpy(pack.docs.flatten())
+    docs_k = None
     if cu_seqlens_k is not None:
         pack_k = Pack(cu_seqlens=cu_seqlens_k)
         pack_k.check_tokens(k.shape[0], "attention: k")
-        return docs, torch.from_numpy(pack_k.docs.flatten())
-    if pack is None and k.shape[0] != q.shape[0]:
-        return docs, torch.tensor([0, k.shape[0]])
-    if k.shape[0] != q.shape[0]:
-        raise ValueError(f"attention: k has {k.shape[0]} tokens, q {q.shape[0]}: give cu_seqlens_k")
-    return docs, None
+        docs_k = torch.from_numpy(pack_k.docs.flatten())
+    elif k.shape[0] != q.shape[0]:
+        if pack is not None:
+            raise ValueError(f"attention: k has {k.shape[0]} tokens, q {q.shape[0]}: give cu_seqlens_k")
+        docs_k = torch.tensor([0, k.shape[0]])
+    if not q.is_cuda:
+        return docs, docs_k, None
+    if pack is None and cu_seqlens_k is None:
+        return docs, docs_k, _one_document(q, k, docs_k)
+    if docs_k is None and pack.device_plan is not None and pack.device_plan.device == q.device:
+        return docs, docs_k, pack.device_plan
+    return docs, docs_k, None
+
+
+def _one_document(q, k, docs_k):
+    """What `to_device` would give, without a copy: legal under graph capture."""
+    ends = [q.shape[0]] if docs_k is None else [q.shape[0], k.shape[0]]
+    made = torch.zeros(2 * len(ends) + 1, dtype=torch.int64, device=q.device)
+    for i, end in enumerate(ends):
+        made[2 * i + 1].fill_(end)
+    return made
 
 
 @torch.library.custom_op("automodel_c::attention_forward", mutates_args=())
@@ -109,6 +132,7 @@ def _forward(
     v: torch.Tensor,
     docs: torch.Tensor,
     docs_k: torch.Tensor | None,
+    device_docs: torch.Tensor | None,
     scale: float,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -116,12 +140,14 @@ def _forward(
     lse, lse_low = (_alloc.empty(q.shape[:2], torch.float32, q.device) for _ in range(2))
     nbytes = _amcore.attention_workspace(q, k, v, docs, docs_k, causal=causal, backward=False)
     scratch = _alloc.workspace(nbytes, q.device)
-    _amcore.attention_forward(out, lse, scratch, q, k, v, docs, docs_k, lse_low, scale=scale, causal=causal)
+    _amcore.attention_forward(
+        out, lse, scratch, q, k, v, docs, docs_k, lse_low, device_docs, scale=scale, causal=causal
+    )  # fmt: skip
     return out, lse, lse_low
 
 
 @_forward.register_fake
-def _(q, k, v, docs, docs_k, scale, causal):
+def _(q, k, v, docs, docs_k, device_docs, scale, causal):
     lse, lse_low = (q.new_empty(q.shape[:2], dtype=torch.float32) for _ in range(2))
     return q.new_empty(q.shape), lse, lse_low
 
@@ -137,6 +163,7 @@ def _backward(
     lse_low: torch.Tensor,
     docs: torch.Tensor,
     docs_k: torch.Tensor | None,
+    device_docs: torch.Tensor | None,
     scale: float,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -144,29 +171,29 @@ def _backward(
     nbytes = _amcore.attention_workspace(q, k, v, docs, docs_k, causal=causal, backward=True)
     scratch = _alloc.workspace(nbytes, q.device)
     _amcore.attention_backward(
-        dq, dk, dv, scratch, dout, q, k, v, out, lse, docs, docs_k, lse_low, scale=scale, causal=causal
+        dq, dk, dv, scratch, dout, q, k, v, out, lse, docs, docs_k, lse_low, device_docs, scale=scale, causal=causal
     )  # fmt: skip
     return dq, dk, dv
 
 
 @_backward.register_fake
-def _(dout, q, k, v, out, lse, lse_low, docs, docs_k, scale, causal):
+def _(dout, q, k, v, out, lse, lse_low, docs, docs_k, device_docs, scale, causal):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _save(ctx, inputs, output):
-    q, k, v, docs, docs_k, ctx.scale, ctx.causal = inputs
+    q, k, v, docs, docs_k, device_docs, ctx.scale, ctx.causal = inputs
     out, lse, lse_low = output
     ctx.mark_non_differentiable(lse, lse_low)
-    ctx.save_for_backward(q, k, v, out, lse, lse_low, docs, docs_k)
+    ctx.save_for_backward(q, k, v, out, lse, lse_low, docs, docs_k, device_docs)
 
 
 def _differentiate(ctx, dout, *_):
-    q, k, v, out, lse, lse_low, docs, docs_k = ctx.saved_tensors
+    *saved, docs, docs_k, device_docs = ctx.saved_tensors
     if dout.stride(-1) != 1:
         dout = dout.contiguous()
-    dq, dk, dv = _backward(dout, q, k, v, out, lse, lse_low, docs, docs_k, ctx.scale, ctx.causal)
-    return dq, dk, dv, None, None, None, None
+    dq, dk, dv = _backward(dout, *saved, docs, docs_k, device_docs, ctx.scale, ctx.causal)
+    return dq, dk, dv, None, None, None, None, None
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)

@@ -25,6 +25,9 @@ class ContextParallel:
     def __repr__(self):
         return f"ContextParallel(rank {self.rank} of {self.ranks})"
 
+    def __deepcopy__(self, memo):
+        return self  # a copy of a model is over the same ranks
+
     def plan(self, *, cu_seqlens=None, doc_ids=None, tokens=None, layout="contiguous", scheme="auto", prices=None):
         """One step's `ContextPlan`, on the host; the same arguments on every rank.
 

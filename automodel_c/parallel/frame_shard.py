@@ -45,7 +45,7 @@ def shard_vision(visual, pixel_values, grid_thw, group, config):
     world = 1 if group is None else dist.get_world_size(group)
     if not config.enabled or world == 1:
         return visual(pixel_values, grid_thw=grid_thw)
-    _refuse_trainable(visual, config)
+    refuse_trainable(visual, config)
     merge = _merge_size(visual)
     grid = _agree(pixel_values, grid_thw, merge, group)
     if not grid or replicates(grid, merge, config):
@@ -81,7 +81,8 @@ def _device(visual, pixel_values):
     return next((p.device for p in parameters), pixel_values.device)
 
 
-def _refuse_trainable(visual, config):
+def refuse_trainable(visual, config):
+    """ValueError where a tower that trains would be shared with other ranks than those of context parallelism."""
     trains = isinstance(visual, torch.nn.Module) and any(p.requires_grad for p in visual.parameters())
     if trains and list(config.mesh_dims) != ["cp"]:
         raise ValueError(

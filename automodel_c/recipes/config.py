@@ -15,6 +15,7 @@ from .targets import check_targets
 # besides its own error, yaml lets through those of bytes, dates and numbers that are none, and of deep nesting
 _NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)
 _BACKENDS = ("gloo", "nccl", "cpu:gloo,cuda:nccl")
+_OPERATORS = ("automodel_c", "patched", "transformers")
 _MAY_BE_INFINITE = "clip_grad_norm.max_norm"
 _LEAST = {
     **dict.fromkeys(
@@ -220,9 +221,10 @@ def _check_choices(recipe):
             f"checkpoint.save_consolidated={recipe.checkpoint.save_consolidated!r} is not supported yet;"
             " only false or 'final' is"
         )
-    if recipe.model.operators not in ("automodel_c", "transformers"):
+    if recipe.model.operators not in _OPERATORS:
         raise RecipeError(
-            f"model.operators: expected 'automodel_c' or 'transformers', found {recipe.model.operators!r}"
+            f"model.operators: expected {', '.join(map(repr, _OPERATORS[:-1]))} or {_OPERATORS[-1]!r},"
+            f" found {recipe.model.operators!r}"
         )
     if recipe.model.operators == "transformers":
         for key, needs in {
@@ -230,6 +232,6 @@ def _check_choices(recipe):
             "loss_fn._target_": recipe.loss_fn._target_.endswith("FusedLinearCrossEntropy"),
         }.items():
             if needs:
-                raise RecipeError(f"{key} needs model.operators: automodel_c")
+                raise RecipeError(f"{key} needs model.operators: automodel_c or patched")
     if len(recipe.optimizer.betas) != 2:
         raise RecipeError(f"optimizer.betas: expected two numbers, found {recipe.optimizer.betas!r}")

@@ -5,9 +5,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ..data.collate import collate
-from ..data.encode import IGNORE_INDEX
-from .step import cross_entropy_sum, model_inputs
+from .calls import calls_of, cross_entropy_sum
 
 KINDS = ("video", "image", "text")  # what a conversation is about: the first of these that is in it
 
@@ -47,6 +45,7 @@ def evaluate(model, dataset, processor, *, batch_size, runtime):
     the right beginning: just then greedy decoding writes the whole answer. Every rank runs the same number of
     forwards; a rank without a sample left runs the first one and counts nothing.
     """
+    calls = calls_of(model)
     model.eval()
     counts = torch.zeros(2, len(KINDS), dtype=torch.float64, device=runtime.device)
     losses = torch.zeros(2, dtype=torch.float64, device=runtime.device)
@@ -55,12 +54,11 @@ def evaluate(model, dataset, processor, *, batch_size, runtime):
             start = first + batch_size * runtime.rank
             indices = range(start, min(start + batch_size, len(dataset)))
             samples = [dataset[i] for i in indices or [0]]
-            batch = collate(samples, processor)
-            logits = model(**model_inputs(batch, runtime.device, model.config), use_cache=False).logits
+            answers = calls.answers(model, calls.collate(samples, processor), runtime.device)
             if indices:
-                right, loss = _score(logits, batch["labels"].to(runtime.device))
+                right, loss = _score(*answers, len(samples))
                 kinds = torch.nn.functional.one_hot(_kinds(samples), len(KINDS)).to(counts)
-                counts += torch.stack([right[: len(samples)].to(counts) @ kinds, kinds.sum(0)])
+                counts += torch.stack([right.to(counts) @ kinds, kinds.sum(0)])
                 losses += loss
     dist.all_reduce(counts)
     dist.all_reduce(losses)
@@ -71,11 +69,14 @@ def evaluate(model, dataset, processor, *, batch_size, runtime):
     return Evaluation(int(counts[0].sum()), len(dataset), loss / max(labels, 1), parts)
 
 
-def _score(logits, labels):
-    """(bool [B] rows answered right, fp64 [2] summed cross-entropy and labels)."""
-    is_label = labels != IGNORE_INDEX
-    right = ((logits.argmax(-1) == labels) | ~is_label).all(-1) & is_label.any(-1)
-    return right, torch.stack([cross_entropy_sum(logits, labels).double(), is_label.sum().double()])
+def _score(logits, labels, sample, samples):
+    """(bool [samples] answered right, fp64 [2] summed cross-entropy and labels): logits [n, V], labels [n], and the
+    sample that each is of [n]."""
+    labelled, wrong = torch.zeros(2, samples, dtype=torch.int64, device=labels.device)
+    labelled.index_add_(0, sample, torch.ones_like(sample))
+    wrong.index_add_(0, sample, (logits.argmax(-1) != labels).long())
+    loss = torch.stack([cross_entropy_sum(logits, labels).double(), labelled.sum().double()])
+    return (labelled > 0) & (wrong == 0), loss
 
 
 def _kinds(samples):

@@ -11,14 +11,13 @@ from torch.utils.data import DataLoader
 from transformers.utils import logging as transformers_logging
 
 from ..data.build import build_dataset, prepare_data
-from ..data.collate import collate
 from ..data.packing import build_packs
 from ..data.sampler import GlobalBatchSampler, check_batch_sizes
 from ..models.build import as_dtype, build_model, freeze
 from ..models.export import export_hf
 from ..models.parallelize import parallelize_qwen3_5
-from ..models.patch import patch_transformers
 from . import parts
+from .calls import calls_of
 from .checkpoint import load_checkpoint, save_checkpoint
 from .evaluate import evaluate
 from .metrics import MetricsLog, Progress, memory_gib
@@ -156,8 +155,6 @@ def _build_data(recipe, processor, runtime):
 
 def _shard(recipe, model, runtime):
     freeze(model, recipe.freeze_config)
-    if recipe.model.operators == "automodel_c":
-        patch_transformers(model)
     section = recipe.distributed
     model = parallelize_qwen3_5(
         model,
@@ -249,19 +246,19 @@ def _loader(run):
         batch_sampler=run.sampler,
         num_workers=section.num_workers,
         pin_memory=section.pin_memory,
-        collate_fn=_Collate(run.processor, run.recipe.packed_sequence.collate_max_length),
+        collate_fn=_Collate(calls_of(run.model).collate, run.processor, run.recipe.packed_sequence.collate_max_length),
         generator=torch.Generator(),
     )
 
 
 class _Collate:
-    """collate with its processor, as loader workers can pickle it."""
+    """A collate function with its processor, as loader workers can pickle it."""
 
-    def __init__(self, processor, max_length):
-        self.processor, self.max_length = processor, max_length
+    def __init__(self, collate, processor, max_length):
+        self.collate, self.processor, self.max_length = collate, processor, max_length
 
     def __call__(self, samples):
-        return collate(samples, self.processor, max_length=self.max_length)
+        return self.collate(samples, self.processor, max_length=self.max_length)
 
 
 def _step(run, step, batches):
@@ -290,7 +287,8 @@ def _row(run, step, result, seconds):
         "tokens_per_s": result.tokens / seconds,
         "memory": memory_gib(run.runtime.device),
     }
-    return row if result.aux_loss is None else {**row, "aux_loss": result.aux_loss}
+    more = {"aux_loss": result.aux_loss, "mtp_loss": result.mtp_loss}
+    return row | {key: value for key, value in more.items() if value is not None}
 
 
 def _after_step(run, step, logs):

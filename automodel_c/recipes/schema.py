@@ -50,8 +50,10 @@ class Model:
     _target_: str = "NeMoAutoModelForImageTextToText.from_pretrained"
     pretrained_model_name_or_path: str | None = None  # a local directory
     config: dict | None = None  # for from_config: keys of transformers' Qwen3_5MoeConfig
-    attn_implementation: str = "sdpa"
-    operators: str = "automodel_c"  # or transformers: the model as it comes
+    attn_implementation: str = "sdpa"  # of transformers' definition as it comes
+    operators: str = (
+        "automodel_c"  # models.qwen3_5; or patched, transformers' on our operators; or transformers, as it is
+    )
     torch_dtype: str = "float32"  # to compute in, where mp_policy.param_dtype does not say; masters are fp32
     backend: dict | None = only(None)
     text_config: dict | None = None  # overrides of the directory's text_config
@@ -188,6 +190,8 @@ class FreezeConfig:
 
 @dataclass
 class LossFn:
+    """models.qwen3_5 makes no logits with either; transformers' model does with MaskedCrossEntropy."""
+
     _target_: str = "MaskedCrossEntropy"
 
 
@@ -207,7 +211,7 @@ class PackedSequence:
     pretokenize: bool = only(False, True)  # samples are encoded before they are packed, whatever this says
     max_length: int | None = None  # tokens of a sample; None: what a pack takes
     pack_size: int | None = None  # tokens of a pack
-    collate_max_length: int | None = None  # packs are padded to this; None: to the longest of the microbatch
+    collate_max_length: int | None = None  # so many tokens a pack, with padding; None: none (transformers: the longest)
     packing_ratio: float | None = None  # int(pack_size * packing_ratio) tokens are filled; None: all
     drop_long_samples: bool = False  # False: a sample that fits no pack is an error
     balance_media_tokens: bool = False  # order packs by their patches

@@ -24,12 +24,12 @@ static am_status check_tensor(const am_tensor *t, const char *name, am_dtype dty
     return AM_OK;
 }
 
-static am_status check_inputs(const am_attention_args *a)
+static am_status check_inputs(const am_attention_args *a, const am_exec *ex)
 {
     const am_tensor *const q = &a->q;
     const am_tensor *const k = &a->k;
-    AM_CHECK(q->dtype == AM_F32 || q->dtype == AM_BF16, AM_ERR_DTYPE,
-             "attention: q is %s, float32 or bfloat16 is needed", am_dtype_name(q->dtype));
+    AM_CHECK(q->dtype == AM_F32 || q->dtype == AM_BF16 || (q->dtype == AM_F16 && ex->dev != AM_DEV_CPU), AM_ERR_DTYPE,
+             "attention: q is %s, float32 or bfloat16 is needed (on CUDA also float16)", am_dtype_name(q->dtype));
     AM_CHECK(q->ndim == 3, AM_ERR_SHAPE, "attention: q has %d axes, [tokens, heads, dim] is needed", q->ndim);
     bool known = false;
     for (size_t i = 0; i < sizeof dims / sizeof *dims; i++)
@@ -58,10 +58,10 @@ static am_status check_rows(const am_attention_args *a, const am_tensor *t, cons
     return AM_OK;
 }
 
-static am_status check_forward(const am_attention_args *a)
+static am_status check_forward(const am_attention_args *a, const am_exec *ex)
 {
     const am_tensor *const q = &a->q;
-    AM_TRY(check_inputs(a));
+    AM_TRY(check_inputs(a, ex));
     AM_TRY(check_tensor(&a->out, "out", q->dtype, q->shape[0], q->shape[1], q->shape[2]));
     AM_TRY(check_rows(a, &a->lse, "lse"));
     if (a->lse_low.dtype != AM_NONE)
@@ -71,27 +71,25 @@ static am_status check_forward(const am_attention_args *a)
     return AM_OK;
 }
 
-static am_status check_backward(const am_attention_args *a)
+static am_status check_backward(const am_attention_args *a, const am_exec *ex)
 {
     const am_tensor *const q = &a->q;
     const am_tensor *const k = &a->k;
-    AM_TRY(check_forward(a));
+    AM_TRY(check_forward(a, ex));
     AM_TRY(check_tensor(&a->dout, "dout", q->dtype, q->shape[0], q->shape[1], q->shape[2]));
     AM_TRY(check_tensor(&a->dq, "dq", q->dtype, q->shape[0], q->shape[1], q->shape[2]));
     AM_TRY(check_tensor(&a->dk, "dk", q->dtype, k->shape[0], k->shape[1], q->shape[2]));
     return check_tensor(&a->dv, "dv", q->dtype, k->shape[0], k->shape[1], q->shape[2]);
 }
 
-static am_status pick_row(const am_attention_args *a, const am_exec *ex, const attention_row **row)
+static const attention_row *pick_row(const am_attention_args *a)
 {
     static const attention_row *const fp32[AM_ISA_COUNT] = {&am_attention_scalar, &am_attention_avx2,
                                                             &am_attention_avx512, &am_attention_avx512};
-    AM_CHECK(ex->dev == AM_DEV_CPU, AM_ERR_UNSUPPORTED, "attention: there are kernels for the CPU only");
     const am_isa isa = am_cpu_isa();
-    *row = fp32[isa];
     if (a->q.dtype == AM_BF16 && isa == AM_ISA_AVX512_BF16)
-        *row = am_cpu_amx() ? &am_attention_amx : &am_attention_bf16;
-    return AM_OK;
+        return am_cpu_amx() ? &am_attention_amx : &am_attention_bf16;
+    return fp32[isa];
 }
 
 /* Zeros (lse: -inf) in the tokens outside every document. */
@@ -114,26 +112,82 @@ static void fill_gaps(const am_tensor *t, const am_i64_array *docs, float value)
     }
 }
 
+#ifndef AM_WITH_CUDA
+static am_status no_cuda(void)
+{
+    return am_fail(AM_ERR_UNSUPPORTED, "attention: this build runs on the CPU only: install the CUDA Toolkit 13 and "
+                                       "build again with AM_CUDA=1");
+}
+am_status am_cuda_attention_plan(const am_attention_args *a, bool backward, const char **row, size_t *bytes)
+{
+    (void)a, (void)backward, (void)row, (void)bytes;
+    return no_cuda();
+}
+am_status am_cuda_attention_forward(const am_attention_args *a, const am_exec *ex)
+{
+    (void)a, (void)ex;
+    return no_cuda();
+}
+am_status am_cuda_attention_backward(const am_attention_args *a, const am_exec *ex)
+{
+    (void)a, (void)ex;
+    return no_cuda();
+}
+#endif
+
+static am_status check_cuda(const am_attention_args *a, bool backward)
+{
+    const int64_t needed = (a->docs_k.present ? 5 : 3) * (a->docs.n / 2);
+    const am_tensor *const docs = &a->device_docs;
+    const char *row = NULL;
+    size_t least = 0;
+    AM_TRY(attention_check_docs(a));
+    AM_TRY(am_cuda_attention_plan(a, backward, &row, &least));
+    AM_CHECK(docs->dtype == AM_I64 && docs->ndim == 1 && am_is_contiguous(docs), AM_ERR_DTYPE,
+             "attention: device_docs must be contiguous int64 of one axis, beside q");
+    AM_CHECK(docs->shape[0] == needed, AM_ERR_SHAPE, "attention: device_docs has %lld elements, %lld are needed",
+             (long long)docs->shape[0], (long long)needed);
+    const size_t given = (size_t)a->workspace.shape[0];
+    AM_CHECK(given >= least, AM_ERR_SHAPE, "attention: workspace has %zu bytes, %zu are needed", given, least);
+    return AM_OK;
+}
+
 am_status am_attention_workspace(am_attention_args *a, const am_exec *ex)
 {
-    const attention_row *row = NULL;
     attention_job job;
     size_t bytes = 0;
-    AM_TRY(check_inputs(a));
-    AM_TRY(pick_row(a, ex, &row));
-    AM_TRY(attention_plan(a, row, a->backward, &job, &bytes));
+    AM_TRY(check_inputs(a, ex));
+    if (ex->dev == AM_DEV_CPU) {
+        AM_TRY(attention_plan(a, pick_row(a), a->backward, &job, &bytes));
+    } else {
+        AM_TRY(attention_check_docs(a));
+        AM_TRY(am_cuda_attention_plan(a, a->backward, &a->row, &bytes));
+    }
     a->workspace_bytes = (int64_t)bytes;
+    return AM_OK;
+}
+
+am_status am_attention_row(am_attention_args *a, const am_exec *ex)
+{
+    size_t bytes = 0;
+    AM_TRY(check_inputs(a, ex));
+    AM_TRY(attention_check_docs(a));
+    if (ex->dev != AM_DEV_CPU)
+        return am_cuda_attention_plan(a, a->backward, &a->row, &bytes);
+    a->row = pick_row(a)->name;
     return AM_OK;
 }
 
 am_status am_attention_forward(const am_attention_args *a, const am_exec *ex)
 {
-    const attention_row *row = NULL;
     attention_job job;
     size_t bytes = 0;
-    AM_TRY(check_forward(a));
-    AM_TRY(pick_row(a, ex, &row));
-    AM_TRY(attention_plan(a, row, false, &job, &bytes));
+    AM_TRY(check_forward(a, ex));
+    if (ex->dev != AM_DEV_CPU) {
+        AM_TRY(check_cuda(a, false));
+        return am_numel(&a->out) == 0 ? AM_OK : am_cuda_attention_forward(a, ex);
+    }
+    AM_TRY(attention_plan(a, pick_row(a), false, &job, &bytes));
     if (am_numel(&a->out) == 0)
         return AM_OK;
     AM_TRY(attention_layout(&job, &a->workspace));
@@ -148,12 +202,14 @@ am_status am_attention_forward(const am_attention_args *a, const am_exec *ex)
 
 am_status am_attention_backward(const am_attention_args *a, const am_exec *ex)
 {
-    const attention_row *row = NULL;
     attention_job job;
     size_t bytes = 0;
-    AM_TRY(check_backward(a));
-    AM_TRY(pick_row(a, ex, &row));
-    AM_TRY(attention_plan(a, row, true, &job, &bytes));
+    AM_TRY(check_backward(a, ex));
+    if (ex->dev != AM_DEV_CPU) {
+        AM_TRY(check_cuda(a, true));
+        return am_numel(&a->dq) == 0 && am_numel(&a->dk) == 0 ? AM_OK : am_cuda_attention_backward(a, ex);
+    }
+    AM_TRY(attention_plan(a, pick_row(a), true, &job, &bytes));
     if (am_numel(&a->dq) == 0 && am_numel(&a->dk) == 0)
         return AM_OK;
     AM_TRY(attention_layout(&job, &a->workspace));

@@ -31,4 +31,4 @@ static void pack_across(word *restrict to, const float *restrict from, int64_t r
 #include "attention_pairs.inc"
 #include "attention_cpu.inc"
 
-const attention_row am_attention_amx = {sizeof(am_bf16), {pack_keys, forward, backward, reduce}};
+const attention_row am_attention_amx = {"amx", sizeof(am_bf16), {pack_keys, forward, backward, reduce}};

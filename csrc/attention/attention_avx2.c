@@ -11,4 +11,4 @@
 #include "attention_fp32.inc"
 #include "attention_cpu.inc"
 
-const attention_row am_attention_avx2 = {sizeof(float), {pack_keys, forward, backward, reduce}};
+const attention_row am_attention_avx2 = {"avx2", sizeof(float), {pack_keys, forward, backward, reduce}};

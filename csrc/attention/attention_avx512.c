@@ -11,4 +11,4 @@
 #include "attention_fp32.inc"
 #include "attention_cpu.inc"
 
-const attention_row am_attention_avx512 = {sizeof(float), {pack_keys, forward, backward, reduce}};
+const attention_row am_attention_avx512 = {"avx512", sizeof(float), {pack_keys, forward, backward, reduce}};

@@ -27,4 +27,4 @@ static void pack_across(word *restrict to, const float *restrict from, int64_t r
 #include "attention_pairs.inc"
 #include "attention_cpu.inc"
 
-const attention_row am_attention_bf16 = {sizeof(am_bf16), {pack_keys, forward, backward, reduce}};
+const attention_row am_attention_bf16 = {"avx512_bf16", sizeof(am_bf16), {pack_keys, forward, backward, reduce}};

@@ -21,6 +21,19 @@ static am_status check_docs(const am_i64_array *docs, int64_t tokens, const char
     return AM_OK;
 }
 
+am_status attention_check_docs(const am_attention_args *a)
+{
+    AM_TRY(check_docs(&a->docs, a->q.shape[0], "docs"));
+    if (a->docs_k.present)
+        AM_TRY(check_docs(&a->docs_k, a->k.shape[0], "docs_k"));
+    else
+        AM_TRY(check_docs(&a->docs, a->k.shape[0], "docs (of the keys)"));
+    AM_CHECK(!a->docs_k.present || a->docs_k.n == a->docs.n, AM_ERR_SHAPE,
+             "attention: the keys have %lld documents, the queries %lld", (long long)a->docs_k.n / 2,
+             (long long)a->docs.n / 2);
+    return AM_OK;
+}
+
 static attention_doc doc_of(const am_attention_args *a, int64_t n)
 {
     const int64_t *const q = a->docs.data + 2 * n;
@@ -137,14 +150,7 @@ static size_t place_shared(attention_job *job, char *base)
 am_status attention_plan(const am_attention_args *a, const attention_row *row, bool backward, attention_job *job,
                          size_t *bytes)
 {
-    AM_TRY(check_docs(&a->docs, a->q.shape[0], "docs"));
-    if (a->docs_k.present)
-        AM_TRY(check_docs(&a->docs_k, a->k.shape[0], "docs_k"));
-    else
-        AM_TRY(check_docs(&a->docs, a->k.shape[0], "docs (of the keys)"));
-    AM_CHECK(!a->docs_k.present || a->docs_k.n == a->docs.n, AM_ERR_SHAPE,
-             "attention: the keys have %lld documents, the queries %lld", (long long)a->docs_k.n / 2,
-             (long long)a->docs.n / 2);
+    AM_TRY(attention_check_docs(a));
     *job = (attention_job){.a = a, .row = row, .backward = backward, .n_docs = a->docs.n / 2, .heads = a->k.shape[1]};
     job->group = a->q.shape[1] / job->heads;
     job->dim = a->q.shape[2];

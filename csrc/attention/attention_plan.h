@@ -54,8 +54,9 @@ typedef struct attention_job attention_job;
 typedef void (*attention_fn)(const attention_job *, const attention_task *, const attention_buffers *);
 
 typedef struct attention_row { /* the kernels of one instruction set */
-    size_t packed_bytes;       /* of a packed element: 4 (fp32) or 2 (bf16) */
-    attention_fn run[4];       /* by attention_kind */
+    const char *name;
+    size_t packed_bytes; /* of a packed element: 4 (fp32) or 2 (bf16) */
+    attention_fn run[4]; /* by attention_kind */
 } attention_row;
 
 extern const attention_row am_attention_scalar, am_attention_avx2, am_attention_avx512, am_attention_bf16,
@@ -73,6 +74,9 @@ struct attention_job {
     am_slots slots;
     int64_t n_tasks, packed_rows, partial_rows, longest_column; /* sizes of the above */
 };
+
+/* ValueError unless docs and docs_k describe documents in q and k. */
+am_status attention_check_docs(const am_attention_args *a);
 
 /* Checks the documents and sizes everything; the sum is workspace bytes for n_slots tasks at one time. */
 am_status attention_plan(const am_attention_args *a, const attention_row *row, bool backward, attention_job *job,

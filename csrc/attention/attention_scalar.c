@@ -9,4 +9,4 @@
 #include "attention_fp32.inc"
 #include "attention_cpu.inc"
 
-const attention_row am_attention_scalar = {sizeof(float), {pack_keys, forward, backward, reduce}};
+const attention_row am_attention_scalar = {"scalar", sizeof(float), {pack_keys, forward, backward, reduce}};

@@ -175,6 +175,7 @@ def attention(method, label, raises=None, **changes):
     def make():
         names = {
             "attention_workspace": ("q", "k", "v"),
+            "attention_row": ("q", "k", "v"),
             "attention_forward": ("out", "lse", "workspace", "q", "k", "v"),
             "attention_backward": ("dq", "dk", "dv", "workspace", "dout", "q", "k", "v", "out", "lse"),
         }[method]
@@ -184,18 +185,19 @@ def attention(method, label, raises=None, **changes):
             if name != "workspace"
         }
         arguments = {**tensors, "docs": [0, 2, 2, 5], "causal": True}
-        if method == "attention_workspace":
+        if method in ("attention_workspace", "attention_row"):
             arguments["backward"] = False
         else:
             arguments |= {"lse": torch.zeros(5, 2), "workspace": torch.zeros(1 << 21, dtype=torch.uint8), "scale": 1.0}
         arguments.update({name: value() if callable(value) else value for name, value in changes.items()})
         return (), {name: value for name, value in arguments.items() if value is not Ellipsis}
 
-    return Call(method, label, make, raises, slow=20 if raises is None and method != "attention_workspace" else 1)
+    runs = raises is None and method in ("attention_forward", "attention_backward")
+    return Call(method, label, make, raises, slow=20 if runs else 1)
 
 
 def attention_calls():
-    for method in ("attention_workspace", "attention_forward", "attention_backward"):
+    for method in ("attention_workspace", "attention_row", "attention_forward", "attention_backward"):
         yield attention(method, "plain")
         yield attention(method, "keys", docs_k=[0, 1, 1, 5])
         yield attention(method, "missing", TypeError, docs=...)

@@ -1,4 +1,4 @@
-"""The table of ptxas's numbers fails for a spill."""
+"""The table of ptxas's numbers fails for a spill, and generated files are fresh."""
 
 import sys
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 from tests.lint.source import ROOT
 
 sys.path.insert(0, str(ROOT / "tools"))
+import gen_wgmma
 import ptxas_table
 
 LOG = """ptxas info    : Compiling entry function '_Z4goodPf' for 'sm_90a'
@@ -33,3 +34,7 @@ def test_a_spill_fails(monkeypatch, capsys):
         ptxas_table, "newest_logs", lambda folder, sources: {Path("x.cu"): LOG[: LOG.index("_Z3bad") - 60]}
     )
     assert ptxas_table.main() == 0
+
+
+def test_generated_file_is_fresh(capsys):
+    assert gen_wgmma.main(["--check"]) == 0, capsys.readouterr().out

@@ -2,6 +2,8 @@
 
 import pytest
 
+from tests.ranks import rank_pools, ranks  # noqa: F401
+
 
 @pytest.fixture(autouse=True)
 def _poisoned_operators():

@@ -89,11 +89,11 @@ def eager(q, k, v, docs, docs_k=None, *, causal=True, scale=None):
     return out, lse
 
 
-def check(inputs, docs, docs_k=None, *, causal=True, scale=None, more=(), **options):
+def check(inputs, docs, docs_k=None, *, causal=True, scale=None, more=(), by=ours, **options):
     """The error rule for out, lse and every gradient, over `inputs` and `more` draws of them; returns the first's."""
     formula = {"docs": docs, "docs_k": docs_k, "causal": causal, "scale": scale}
     draws = [inputs, *more]
-    made = [ours(*x, causal=causal, scale=scale, **options) for x in draws]
+    made = [by(*x, causal=causal, scale=scale, **options) for x in draws]
     naive = [run(*x, eager, **formula) for x in draws]
     truth = [run(*(t.double() for t in x), reference, **formula) for x in draws]
     results = zip(pool(made), pool(naive), pool(truth), strict=True)
@@ -428,7 +428,7 @@ def test_operators_are_registered_rightly(seed, monkeypatch):
     monkeypatch.setattr(_alloc, "empty", lambda shape, dtype, device: torch.empty(shape, dtype=dtype, device=device))
     q, k, v, _ = (x.requires_grad_() for x in draw(9))
     torch.library.opcheck(
-        torch.ops.automodel_c.attention_forward.default, (q, k, v, torch.tensor([0, 4, 4, 9]), None, 0.25, True)
+        torch.ops.automodel_c.attention_forward.default, (q, k, v, torch.tensor([0, 4, 4, 9]), None, None, 0.25, True)
     )
 
 

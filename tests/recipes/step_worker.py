@@ -4,30 +4,34 @@ import sys
 
 import torch
 
-from automodel_c.data.collate import collate
 from automodel_c.models.export import full_state_dict
+from automodel_c.recipes.calls import calls_of
 from automodel_c.recipes.config import load_recipe
 from automodel_c.recipes.finetune_vlm import build
 from automodel_c.recipes.runtime import start_ranks
 from automodel_c.recipes.step import accumulate_gradients, global_counts
 
+WAYS = [(True, False), (False, False), (True, True), (False, True)]  # reduced in every microbatch; recomputed
+
 
 def gradients(recipe, path):
-    """Saves {"loss", "labels", "gradients"} of the first global batch of `recipe` to `path`, twice: in a list, reduced
-    in every microbatch and then deferred."""
+    """Saves {"lm", "aux", "mtp", "labels", "gradients"} of the first global batch of `recipe` to `path`, a list: in
+    each of WAYS."""
     with start_ranks(recipe) as runtime:
         run = build(recipe, runtime)
-        batches = [_uneven(batch, i, runtime) for i, batch in enumerate(_first_batches(run))]
-        results = [_gradients(run, batches, per_microbatch) for per_microbatch in (True, False)]
+        batches = _first_batches(run)
+        results = [_gradients(run, batches, *way) for way in WAYS]
         if runtime.is_main:
             torch.save(results, path)
 
 
-def _gradients(run, batches, per_microbatch):
+def _gradients(run, batches, per_microbatch, recompute):
     device, world = run.runtime.device, run.runtime.world
-    labels, _ = global_counts(batches, device)
+    run.model.recompute(recompute)
+    labels, _ = global_counts(run.model, batches, device)
     losses = accumulate_gradients(run.model, batches, labels, device=device, world=world, per_microbatch=per_microbatch)
-    torch.distributed.all_reduce(losses)
+    for value in losses.values():
+        torch.distributed.all_reduce(value)
     weights = {}
     for parameter in run.model.parameters():
         weights[parameter] = parameter.data
@@ -35,23 +39,21 @@ def _gradients(run, batches, per_microbatch):
     state = full_state_dict(run.model)
     for parameter, weight in weights.items():
         parameter.data = weight
-    return {"loss": losses[0].item(), "labels": labels, "gradients": state}
+    return {**{name: value.item() for name, value in losses.items()}, "labels": labels, "gradients": state}
 
 
 def _first_batches(run):
-    lists = list(run.sampler)[: run.sampler.microbatches]
-    return [collate([run.dataset[i] for i in indices], run.processor) for indices in lists]
-
-
-def _uneven(batch, index, runtime):
-    """Takes the labels of a fixed sample of the global batch away, so that ranks hold different label counts."""
-    rows = batch["labels"].shape[0]
-    first = (index * runtime.world + runtime.rank) * rows
-    labels = batch["labels"].clone()
-    for row in range(rows):
-        if first + row in (0, 1, 2, 5):
-            labels[row] = -100
-    return {**batch, "labels": labels}
+    """This rank's first microbatches; four packs of the global batch lose their labels, so that ranks hold different
+    label counts."""
+    collate, runtime, made = calls_of(run.model).collate, run.runtime, []
+    for number, indices in enumerate(list(run.sampler)[: run.sampler.microbatches]):
+        first = (number * runtime.world + runtime.rank) * len(indices)
+        samples = [dict(run.dataset[i]) for i in indices]
+        for at, sample in enumerate(samples, first):
+            if at in (0, 1, 2, 5):
+                sample["labels"] = torch.full_like(sample["labels"], -100)
+        made.append(collate(samples, run.processor))
+    return made
 
 
 if __name__ == "__main__":

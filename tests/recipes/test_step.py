@@ -6,13 +6,19 @@ import pytest
 import torch
 
 from automodel_c.data.collate import collate
+from automodel_c.recipes.calls import cross_entropy_sum, model_inputs
 from automodel_c.recipes.config import load_recipe
 from automodel_c.recipes.finetune_vlm import build
 from automodel_c.recipes.runtime import start_ranks
-from automodel_c.recipes.step import cross_entropy_sum, model_inputs
 
 from .conftest import DIGITS, ROOT
-from .step_worker import gradients
+from .step_worker import WAYS, gradients
+
+PARTS = (  # every part of the loss
+    "model.config.text_config.output_router_logits=true",
+    "model.config.text_config.router_aux_loss_coef=0.3",
+    "model.config.text_config.mtp_num_hidden_layers=1",
+)
 
 
 def test_cross_entropy_sum():
@@ -35,8 +41,9 @@ def test_model_inputs_of_videos(tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("MASTER_PORT", "29537")
     for key, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(key, value)
-    with start_ranks(load_recipe(DIGITS, tiny)) as runtime, torch.no_grad():
-        run = build(load_recipe(DIGITS, tiny), runtime)
+    recipe = load_recipe(DIGITS, [*tiny, "model.operators=patched"])
+    with start_ranks(recipe) as runtime, torch.no_grad():
+        run = build(recipe, runtime)
         packs = [next(p for p in run.dataset if p[key]) for key in ("n_videos", "n_images", "n_videos")]
         batch = collate(packs, run.processor)
         inputs = model_inputs(batch, runtime.device, run.model.config)
@@ -48,8 +55,10 @@ def test_model_inputs_of_videos(tiny, tmp_path, monkeypatch):
 
 
 def test_gradients_do_not_depend_on_ranks(tiny, tmp_path):
-    """Loss and gradients of one global batch on one rank and on two, reduced in every microbatch and deferred."""
-    gradients(load_recipe(DIGITS, tiny), tmp_path / "one.pt")
+    """Losses and gradients of one global batch on one rank and on two, reduced in every microbatch and deferred; what
+    is recomputed in backward has the same bits."""
+    overrides = [*tiny, *PARTS]
+    gradients(load_recipe(DIGITS, overrides), tmp_path / "one.pt")
     command = [
         sys.executable,
         "-m",
@@ -61,15 +70,25 @@ def test_gradients_do_not_depend_on_ranks(tiny, tmp_path):
         "tests.recipes.step_worker",
         DIGITS,
         str(tmp_path / "two.pt"),
-        *tiny,
+        *overrides,
     ]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    one, *others = torch.load(tmp_path / "one.pt") + torch.load(tmp_path / "two.pt")
-    for other in others:
-        assert other["labels"] == one["labels"] >= 24, "16 packs, four without labels"
-        assert other["loss"] == pytest.approx(one["loss"], rel=1e-6)
-        for name, expected in one["gradients"].items():
+    one, two = (torch.load(tmp_path / f"{name}.pt") for name in ("one", "two"))
+    for run in (one, two):
+        for kept, recomputed in ((run[0], run[2]), (run[1], run[3])):
+            _assert_same_bits(kept, recomputed)
+    for other in (one[1], *two[: len(WAYS) // 2]):
+        assert other["labels"] == one[0]["labels"] >= 24, "16 packs, four without labels"
+        for name in ("lm", "aux", "mtp"):
+            assert other[name] == pytest.approx(one[0][name], rel=1e-6) and other[name] > 0
+        for name, expected in one[0]["gradients"].items():
             error = (other["gradients"][name] - expected).norm() / expected.norm().clamp(min=1e-12)
             assert error < 1e-5, f"{name}: {error:.2e}"
+
+
+def _assert_same_bits(one, other):
+    assert {k: v for k, v in one.items() if k != "gradients"} == {k: v for k, v in other.items() if k != "gradients"}
+    for name, expected in one["gradients"].items():
+        assert torch.equal(other["gradients"][name], expected), name

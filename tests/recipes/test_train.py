@@ -7,14 +7,15 @@ import time
 import pytest
 import torch
 
-from automodel_c import patch_transformers
-from automodel_c.data.collate import collate
 from automodel_c.data.sampler import GlobalBatchSampler
+from automodel_c.models import qwen3_5
+from automodel_c.recipes.calls import OwnCalls, TransformersCalls
 from automodel_c.recipes.checkpoint import checkpoint_step
 from automodel_c.recipes.config import load_recipe
 from automodel_c.recipes.finetune_vlm import build
 from automodel_c.recipes.runtime import start_ranks
-from automodel_c.recipes.step import model_inputs
+from tests.models import packs
+from tests.patch import models
 
 from .conftest import DIGITS, data_at, run_cli, train_two_ranks
 
@@ -88,7 +89,8 @@ def test_train_resumes(finished, tiny, tmp_path):
 
 
 def test_export_loads_into_transformers(finished, tiny):
-    """The directory gives transformers the weights of the last checkpoint, which one rank can read as well."""
+    """The directory gives transformers, and our own definition to the bit, the model of the last checkpoint, which one
+    rank can read as well."""
     from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
     folder = finished[0]
@@ -98,16 +100,22 @@ def test_export_loads_into_transformers(finished, tiny):
     assert not any(info.values()), info
     assert AutoTokenizer.from_pretrained(folder / "hf").chat_template
     assert AutoImageProcessor.from_pretrained(folder / "hf", backend="pil").patch_size == 8
+    again = qwen3_5.load(folder / "hf")
     recipe = load_recipe(DIGITS, [*tiny, f"checkpoint.restore_from={folder / 'checkpoints' / 'step_6'}"])
-    patch_transformers(exported)  # the same weights on the same operators, to the bit
     with start_ranks(recipe) as runtime, torch.no_grad():
         run = build(recipe, runtime)
-        inputs = model_inputs(
-            collate([run.held_out[i] for i in range(3)], run.processor), runtime.device, exported.config
-        )
-        run.model.eval()
-        ours, theirs = run.model(**inputs, use_cache=False).logits, exported.eval()(**inputs, use_cache=False).logits
-    assert torch.equal(ours, theirs)
+        found, naive, truth = [], [], []
+        exact = models.in_float64(exported)
+        for sample in (run.held_out[i] for i in range(12)):
+            batch = OwnCalls.collate([sample], run.processor)
+            found.append({"logits": OwnCalls.answers(run.model, batch, runtime.device)[0]})
+            assert torch.equal(OwnCalls.answers(again, batch, runtime.device)[0], found[-1]["logits"])
+            row = TransformersCalls.collate([sample], run.processor)
+            naive.append({"logits": TransformersCalls.answers(exported, row, runtime.device)[0]})
+            wide = {k: v.double() if k.startswith("pixel") else v for k, v in row.items()}
+            with models.Exact():
+                truth.append({"logits": TransformersCalls.answers(exact, wide, runtime.device)[0]})
+    packs.compare(found, naive, truth, "export")
 
 
 def test_train_from_export(finished, tiny, tmp_path, capsys):

@@ -27,5 +27,4 @@ class Attention(nn.Module):
         q, gate = self.q_proj(x).unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
         k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.k_proj, self.v_proj))
         q, k = ops.mrope(self.q_norm(q), self.k_norm(k), step.positions, **self.rope)
-        out = ops.attention(q, k, v, pack=step.pack, causal=True)
-        return self.o_proj(ops.sigmoid_gate(out, gate).flatten(1))
+        return self.o_proj(ops.sigmoid_gate(step.attention(q, k, v), gate).flatten(1))

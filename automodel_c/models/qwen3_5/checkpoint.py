@@ -5,6 +5,7 @@ holds them) and split (`experts.{e}.gate_proj.weight`, `.up_proj.weight` [I, H],
 decoder and the MTP head have each their own; the keys tell which.
 """
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -154,23 +155,33 @@ def _listed(keys, most=8):
     return ", ".join(keys[:most]) + more
 
 
-def save(model, folder, *, experts=None, shard_bytes=5 * 10**9):
+def save(model, folder, *, experts=None, shard_bytes=5 * 10**9, state=None, extra=None):
     """Writes a Qwen3_5 as a directory that transformers and `load` read.
 
     experts: "split", what transformers 5.24 writes, or "grouped"; None is as the checkpoint had it that the model was
-    loaded from, else split. shard_bytes: a file holds at most so much. Written beside and renamed: `folder` is whole
-    or as it was.
+    loaded from, else split. shard_bytes: a file holds at most so much. state: the whole tensors by name, where the
+    model's own are parts of them. extra(folder): writes what else belongs there. Written beside and renamed: `folder`
+    is whole or as it was.
     """
     if experts not in (None, *LAYOUTS):
         raise ValueError(f"save: experts is {experts!r}, one of {', '.join(LAYOUTS)} is needed")
     loaded = getattr(model, "expert_layouts", {})
     layouts = {part: experts or loaded.get(part, "split") for part in _PARTS}
+    with written_beside(folder) as beside:
+        _write_shards(_published(model.state_dict() if state is None else state, layouts), beside, shard_bytes)
+        (beside / "config.json").write_text(json.dumps(_config(model), indent=2) + "\n")
+        if extra is not None:
+            extra(beside)
+
+
+@contextlib.contextmanager
+def written_beside(folder):
+    """A new folder to write into, which takes the place of `folder` when nothing was raised."""
     folder = Path(folder)
     beside = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     beside.mkdir(parents=True)
     try:
-        _write_shards(_published(model.state_dict(), layouts), beside, shard_bytes)
-        (beside / "config.json").write_text(json.dumps(_config(model), indent=2) + "\n")
+        yield beside
         shutil.rmtree(folder, ignore_errors=True)
         beside.rename(folder)
     finally:

@@ -1,9 +1,11 @@
 """Routed experts beside one that every token takes."""
 
+import numpy as np
 import torch
 from torch import nn
 
 from automodel_c import ops
+from automodel_c.parallel.exchange import Route, exchange
 
 from .layers import MLP
 
@@ -52,3 +54,18 @@ def auxiliary_loss(stats, top_k, per_layer):
     if per_layer:
         return sum(ops.per_layer_aux_loss(*layer, top_k=top_k) for layer in stats)
     return ops.load_balancing_loss(stats)
+
+
+def over_ranks(stats, plan, real_rows):
+    """Every layer's statistics with the load and the real rows of the whole pack, beside this rank's own prob_sum.
+
+    An auxiliary loss is linear in prob_sum, so that what it makes of these is this rank's part: values and gradients
+    sum over the group to those of one rank. Loads travel once for all layers, and nothing in backward.
+    """
+    ranks, rank = plan.ranks, plan.rank
+    src, dst = (x.flatten() for x in np.meshgrid(np.arange(ranks), np.arange(ranks)))
+    zeros = np.zeros_like(src)
+    route = Route.of(np.stack([src, dst, zeros, src, zeros + 1], axis=1), rank, ranks, 1, ranks)
+    loads = exchange(torch.stack([load for load, _, _ in stats])[None], route, plan.group).sum(0)
+    rows = torch.tensor(real_rows, device=loads.device)
+    return [(load, prob_sum, rows) for load, (_, prob_sum, _) in zip(loads, stats, strict=True)]

@@ -34,13 +34,12 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, x, step):
         """x [T, H] -> [T, H]."""
-        weight = self.conv1d.weight.squeeze(1)
-        qkv, _ = ops.causal_conv1d(self.in_proj_qkv(x), weight, activation="silu", pack=step.pack)
+        qkv = step.causal_conv1d(self.in_proj_qkv(x), self.conv1d.weight.squeeze(1))
         q, k, v = qkv.split(self.split, dim=-1)
         q, k = (part.unflatten(-1, (-1, self.key_dim)) for part in (q, k))
         v = v.unflatten(-1, (-1, self.value_dim))
         g, beta = ops.gdn_gate(self.in_proj_a(x), self.in_proj_b(x), self.A_log, self.dt_bias)
-        out, _ = ops.gated_delta_rule(q, k, v, g, beta, pack=step.pack)
+        out = step.gated_delta_rule(q, k, v, g, beta)
         out = self.norm(out, self.in_proj_z(x).view(out.shape))
         return self.out_proj(out.flatten(1))
 

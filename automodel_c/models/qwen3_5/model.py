@@ -2,14 +2,19 @@
 
 import dataclasses
 
+import numpy as np
 import torch
 from torch import nn
 
 from automodel_c import ops
+from automodel_c.parallel import ContextParallel
+from automodel_c.parallel.exchange import exchange
+from automodel_c.parallel.frame_plan import FrameSharding
 
 from .checkpoint import Files, save
 from .config import read_config
-from .experts import auxiliary_loss
+from .experts import auxiliary_loss, over_ranks
+from .frames import see
 from .initialise import initialise
 from .mtp import LOSS_SCALE, MTP
 from .step import IGNORE, Batch
@@ -21,7 +26,8 @@ _PARALLEL = ("dp", "tp", "pp", "ep", "dp_size", "tp_size", "pp_size", "cp_size",
 
 
 def load(
-    path_or_config, *, dtype=None, device=None, cp=None, activation_checkpointing=False, aux_loss=None, **parallel
+    path_or_config, *, dtype=None, device=None, cp=None, activation_checkpointing=False, aux_loss=None,
+    frame_sharding=None, config=None, **parallel,
 ):  # fmt: skip
     """A Qwen3.5 vision-language model, dense or with experts, ready to train.
 
@@ -36,7 +42,12 @@ def load(
             again in backward; no bit changes.
         aux_loss: None adds transformers' auxiliary loss where the configuration's output_router_logits asks for it;
             "transformers" adds it anyway, "per_layer" adds the sum of every layer's own.
-        cp, **parallel: None or one rank.
+        cp: a `parallel.ContextParallel`: the ranks that share every pack. Each passes the whole batch and gets a part
+            of the loss; parts and their gradients sum over the group to those of one rank. None is one rank.
+        frame_sharding: a mapping with keys of `FrameSharding`: how the tower's frames are spread over those ranks.
+            None is the default, every rank runs every frame.
+        config: with a directory, a configuration that takes the place of its config.json.
+        **parallel: None or one rank.
 
     Returns:
         Qwen3_5, in training mode. The state dict has the keys of published checkpoints.
@@ -46,14 +57,14 @@ def load(
             key styles. RuntimeError: keys that are missing or not the model's, all named. NotImplementedError: more
             ranks than one, or a part that this definition does not have.
     """
-    _refuse_parallel(cp, parallel)
+    _refuse_parallel({} if isinstance(cp, ContextParallel) else {"cp": cp}, parallel)
     if activation_checkpointing not in (False, True, "full", None):
         raise ValueError(
             f"load: activation_checkpointing is {activation_checkpointing!r}, False, True or 'full' is needed"
         )
     if aux_loss not in _AUX_LOSS:
         raise ValueError(f"load: aux_loss is {aux_loss!r}, None, 'transformers' or 'per_layer' is needed")
-    config = read_config(path_or_config)
+    config = read_config(path_or_config if config is None else config)
     dtype = dtype or config.dtype or torch.float32
     if dtype not in (torch.float32, torch.bfloat16):
         raise TypeError(f"load: dtype is {dtype}, torch.float32 or torch.bfloat16 is needed")
@@ -61,6 +72,9 @@ def load(
     model = _build(config, folder, dtype, device)
     model.recompute(bool(activation_checkpointing))
     model.aux_loss = aux_loss
+    model.cp = cp if isinstance(cp, ContextParallel) else None
+    if frame_sharding is not None:
+        model.frame_sharding = FrameSharding.from_mapping(frame_sharding)
     return model.train()
 
 
@@ -68,13 +82,15 @@ class Qwen3_5(nn.Module):
     """`loss, metrics = model(batch)`. Letters: T tokens, H hidden size, V vocabulary.
 
     Attributes: config; model.language_model, model.visual, lm_head; mtp, or None where there is none (set it to None
-    to train without); aux_loss, as in `load`.
+    to train without); aux_loss and cp, as in `load`; frame_sharding, a `FrameSharding`; aux_share, by which the
+    auxiliary loss is multiplied where it is added: a step of several batches gives each its share of the average.
     """
 
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.aux_loss = None
+        self.aux_loss, self.cp, self.frame_sharding = None, None, FrameSharding()
+        self.aux_share = 1.0
         self.model = nn.Module()
         self.model.language_model = TextModel(config.text)
         self.model.visual = VisionModel(config.vision)
@@ -93,17 +109,19 @@ class Qwen3_5(nn.Module):
             num_label_tokens, an int or a tensor: what the sum of losses is divided by, this batch's own when absent.
         Host tensors are best: plans are made on the host, the rest is moved to the model's device.
 
-        Returns (loss, metrics): loss, a float32 scalar, is lm_loss + 0.1 mtp_loss + router_aux_loss_coef aux_loss;
-        metrics, detached device tensors: lm_loss, mtp_loss (mean over depths), aux_loss, label_tokens. Where there is
-        no such part it is 0.
+        Returns (loss, metrics): loss, a float32 scalar, is lm_loss + 0.1 mtp_loss + aux_share * router_aux_loss_coef *
+        aux_loss; metrics, detached device tensors: lm_loss, mtp_loss (mean over depths), aux_loss, label_tokens. Where
+        there is no such part it is 0.
+
+        Under context parallelism every rank passes the same whole batch. loss, lm_loss, mtp_loss and aux_loss are parts
+        that sum over the group to one rank's; gradients are this rank's parts, to be summed likewise; label_tokens is
+        the whole batch's on every rank.
 
         ValueError and TypeError name the key, and both numbers where counts disagree.
         """
-        batch = Batch(batch, self.config, self.lm_head.weight.device)
-        if batch.labels is None:
-            raise ValueError("batch: labels is missing")
+        batch = self._batch(batch, labels=True)
         embeddings = self._embed(batch)
-        hidden, stats = self.model.language_model(embeddings, batch.step)
+        hidden, stats = self._decode(embeddings, batch)
         loss = lm_loss = self._cross_entropy(hidden, batch.labels, batch)
         mtp_loss = aux_loss = torch.zeros_like(lm_loss)
         if self.mtp is not None:
@@ -111,28 +129,49 @@ class Qwen3_5(nn.Module):
             mtp_loss = sum(self._cross_entropy(h, labels, batch) for h, labels in depths) / len(depths)
             loss = loss + LOSS_SCALE * mtp_loss
         text = self.config.text
-        if text.num_experts and (self.aux_loss or text.output_router_logits):
+        if self.has_aux_loss:
+            if batch.step.plan is not None:
+                stats = over_ranks(stats, batch.step.plan, batch.real_rows)
             aux_loss = auxiliary_loss(stats, text.num_experts_per_tok, self.aux_loss == "per_layer")
-            loss = loss + text.router_aux_loss_coef * aux_loss
+            loss = loss + self.aux_share * text.router_aux_loss_coef * aux_loss
         parts = {"lm_loss": lm_loss, "mtp_loss": mtp_loss, "aux_loss": aux_loss, "label_tokens": batch.label_count}
         return loss, {name: value.detach() for name, value in parts.items()}
 
+    @property
+    def has_aux_loss(self):
+        """Whether the auxiliary loss is part of the loss."""
+        text = self.config.text
+        return bool(text.num_experts and (self.aux_loss or text.output_router_logits))
+
     def logits(self, batch, rows=None):
         """Logits [n, V] of the tokens `rows` (int [n], any sequence; None is all T) of a batch, whose labels may be
-        missing. Under FSDP2 register it: `register_fsdp_forward_method(model, "logits")`."""
-        batch = Batch(batch, self.config, self.lm_head.weight.device)
-        hidden, _ = self.model.language_model(self._embed(batch), batch.step)
-        if rows is not None:
+        missing. Under context parallelism every rank gives the same rows of the whole pack and gets all their logits.
+        Under FSDP2 register it: `register_fsdp_forward_method(model, "logits")`."""
+        batch = self._batch(batch)
+        hidden, _ = self._decode(self._embed(batch), batch)
+        plan, share = batch.step.plan, batch.share
+        if plan is not None:
+            rows = np.arange(plan.tokens) if rows is None else rows
+            rows = torch.as_tensor(rows, dtype=torch.int64).cpu().numpy()
+            hidden = exchange(hidden, share.to_all(_rows_in(rows, plan.tokens)), plan.group)
+        elif rows is not None:
             hidden = hidden.index_select(0, torch.as_tensor(rows, dtype=torch.int64, device=hidden.device))
         return self.lm_head(hidden)
 
+    def _batch(self, batch, labels=False):
+        depths = 0 if self.mtp is None else len(self.mtp.layers)
+        return Batch(batch, self.config, self.lm_head.weight.device, self.cp, depths if labels else 0, labels)
+
     def _embed(self, batch):
-        """Token embeddings [T, H] with those of the media in their places; without media the tower runs all the same,
-        on a frame that takes no place, so that its gradients exist."""
+        """Embeddings of the batch's embedded rows, those of the media in their places; without media the tower runs all
+        the same, on a frame that takes no place, so that its gradients exist."""
         embeddings = self.model.language_model.embed_tokens(batch.input_ids)
-        media = batch.media
-        seen = self.model.visual(media.pixel_values, grid_thw=media.grids)
-        return embeddings.index_copy(0, media.tokens, seen[: len(media.tokens)].to(embeddings.dtype))
+        seen, places = see(self.model.visual, batch.media, batch.share, self.frame_sharding, embeddings.device)
+        return embeddings.index_copy(0, places, seen.to(embeddings.dtype))
+
+    def _decode(self, embeddings, batch):
+        """(hidden states of this rank's own rows, normed; each layer's router statistics)."""
+        return self.model.language_model(embeddings[: len(batch.share.own)], batch.step)
 
     def _cross_entropy(self, hidden, labels, batch):
         return ops.linear_cross_entropy(
@@ -167,16 +206,24 @@ def _build(config, folder, dtype, device):
     return model
 
 
+def _rows_in(rows, tokens):
+    """rows int64 [n]; IndexError for one that the pack does not have."""
+    wrong = rows[(rows < 0) | (rows >= tokens)]
+    if len(wrong):
+        raise IndexError(f"logits: rows holds {wrong[0]}, the pack has {tokens} tokens")
+    return rows
+
+
 def _refuse_parallel(cp, parallel):
     """NotImplementedError for more ranks than one, TypeError for an argument that is no kind of parallelism."""
-    for name, value in {"cp": cp, **parallel}.items():
+    for name, value in {**cp, **parallel}.items():
         if name not in ("cp", *_PARALLEL):
             raise TypeError(f"load: unexpected keyword argument {name!r}")
         ranks = _ranks(value)
         if ranks != 1:
             raise NotImplementedError(
                 f"load: {name}={value!r}: this model runs on one rank of {name} so far; data parallelism goes around "
-                "it (parallelize_qwen3_5)"
+                "it (parallelize_qwen3_5), context parallelism is cp=ContextParallel(group)"
             )
 
 

@@ -2,13 +2,11 @@
 
 import dataclasses
 
-import numpy as np
 import torch
 from torch import nn
 
 from .config import FULL
 from .layers import RMSNorm
-from .step import IGNORE
 from .text import DecoderLayer, run
 
 LOSS_SCALE = 0.1
@@ -32,24 +30,18 @@ class MTP(nn.Module):
         self.recompute = False
 
     def forward(self, hidden, embeddings, batch):
-        """hidden, embeddings [T, H], batch a `Batch` -> [(hidden states [T, H], labels [T]) of each depth]."""
+        """hidden [T, H], batch a `Batch`, embeddings of its embedded rows -> [(hidden states [T, H], labels [T]) of
+        each depth]."""
         depths = []
         for k, layer in enumerate(self.layers, 1):
-            ahead, inside = _ahead(batch.ends, k, hidden.device)
-            step = dataclasses.replace(batch.step, positions=batch.step.positions.index_select(1, ahead))
+            ahead = batch.ahead(k)
+            step = dataclasses.replace(batch.step, positions=ahead.positions)
             joined = [
-                self.pre_fc_norm_embedding(embeddings.index_select(0, ahead)),
+                self.pre_fc_norm_embedding(embeddings.index_select(0, ahead.embedded)),
                 self.pre_fc_norm_hidden(hidden),
             ]
-            hidden, _ = run(layer, self.recompute, self.fc(torch.cat(joined, -1)), step)
+            joined = self.fc(torch.cat(joined, -1))
+            hidden, _ = run(layer, self.recompute, joined, step, context_fn=step.checkpoint_context)
             hidden = self.norm(hidden)
-            depths.append((hidden, batch.labels.index_select(0, ahead).masked_fill(~inside, IGNORE)))
+            depths.append((hidden, ahead.labels))
         return depths
-
-
-def _ahead(ends, k, device):
-    """(int64 [T] the token k further, the document's last where it ends before; bool [T] where it does not)."""
-    here = np.arange(len(ends))
-    inside = here + k < ends
-    ahead = np.where(inside, here + k, np.where(ends > 0, ends - 1, here))
-    return torch.from_numpy(ahead).to(device), torch.from_numpy(inside).to(device)

@@ -7,10 +7,15 @@ import dataclasses
 
 import numpy as np
 import torch
+from torch.utils.checkpoint import noop_context_fn
 
+from automodel_c import ops, parallel
 from automodel_c.data.positions import IMAGE, TEXT, VIDEO, pack_positions
 from automodel_c.keys import check_known
+from automodel_c.parallel import alarms
 from automodel_c.partition import Pack
+
+from .share import Share
 
 KEYS = (
     "input_ids", "labels", "cu_seqlens", "doc_ids", "position_ids", "mm_token_type_ids", "num_label_tokens",
@@ -21,58 +26,120 @@ IGNORE = -100
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A pack as the layers see it; recomputation in backward uses the same.
+    """A pack as the layers see it, and what mixes its tokens; recomputation in backward uses the same.
 
     Attributes:
-        pack: Pack over T.
-        positions: int64 [3, T].
-        padding: bool [T], True where no document is, or None when all tokens are real.
+        pack: Pack over T, the whole pack.
+        positions: int64 [3, T], of this rank's rows as all that layers see.
+        padding: bool [T], True where no document is, or None when all rows are real.
+        plan: ContextPlan of several ranks, or None.
     """
 
     pack: Pack
     positions: torch.Tensor
     padding: torch.Tensor | None
+    plan: parallel.ContextPlan | None = None
+
+    def attention(self, q, k, v):
+        """Causal attention inside every document, [T, Hq, D]."""
+        if self.plan is None:
+            return ops.attention(q, k, v, pack=self.pack, causal=True)
+        return parallel.attention(q, k, v, self.plan, causal=True)
+
+    def causal_conv1d(self, x, weight):
+        """The short convolution with its SiLU, [T, C]."""
+        if self.plan is None:
+            return ops.causal_conv1d(x, weight, activation="silu", pack=self.pack)[0]
+        return parallel.causal_conv1d(x, weight, self.plan, activation="silu")
+
+    def gated_delta_rule(self, q, k, v, g, beta):
+        """The recurrence of every document, [T, Hv, Dv]."""
+        if self.plan is None:
+            return ops.gated_delta_rule(q, k, v, g, beta, pack=self.pack)[0]
+        return parallel.gated_delta_rule(q, k, v, g, beta, self.plan)
+
+    @property
+    def checkpoint_context(self):
+        """context_fn for activation checkpointing: over ranks, rows that came in are kept, so that none moves again."""
+        return noop_context_fn if self.plan is None else parallel.checkpoint_context_fn
 
 
 @dataclasses.dataclass(frozen=True)
 class Media:
-    """Images, then videos. Attributes: pixel_values [P, width]; grids int64 [n, 3]; tokens int64 [P / m^2], the places
-    in the pack that their embeddings take. Without media one black frame that takes no place."""
+    """Images, then videos, of the whole pack. Attributes: pixel_values [P, width]; grids int64 [n, 3]; places int64
+    [P / m^2] on the host, the rows of the pack that their embeddings take; merge, m. Without media one black frame that
+    takes no place."""
 
     pixel_values: torch.Tensor
     grids: np.ndarray
-    tokens: torch.Tensor
+    places: np.ndarray
+    merge: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Ahead:
+    """What multi-token prediction reads k tokens further: embedded int64 [T], rows of the embeddings; positions int64
+    [3, T]; labels int64 [T], IGNORE beyond the document."""
+
+    embedded: torch.Tensor
+    positions: torch.Tensor
+    labels: torch.Tensor
 
 
 class Batch:
-    """A caller's batch, checked.
+    """A caller's batch, checked. Under `cp`, a ContextParallel, what one rank holds of it; `depths`: how many tokens
+    ahead its embeddings reach.
 
-    Attributes: input_ids int64 [T]; labels int64 [T] or None, IGNORE in padding; label_count int64 scalar, how many
-    are left; num_label_tokens, what losses are divided by; step, Step; media, Media; ends int64 [T], one past the
-    document of each token, on the host.
+    Attributes: share, Share; input_ids int64, of its `rows`; labels int64 [T] of its own rows or None, IGNORE in
+    padding; label_count int64 scalar, how many the whole batch has; real_rows, tokens of the whole batch that are in
+    documents; num_label_tokens, what losses are divided by; step, Step; media, Media.
     """
 
-    def __init__(self, batch, config, device):
-        if not isinstance(batch, dict):
-            raise TypeError(f"batch: expected a dict, found {type(batch).__name__}")
-        for key in batch:
-            check_known(key, KEYS, "batch.")
-        given = {key: value for key, value in batch.items() if value is not None}
-        ids = _tensor(given, "input_ids", 1, integer=True)
-        tokens = len(ids)
-        pack = _pack(given, tokens)
-        self.ends = _ends(pack, tokens)
-        real = self.ends > 0
-        host_ids = np.where(real, ids.cpu().numpy(), 0)  # padding may hold anything
-        _check_ids(host_ids, config.text.vocab_size)
-        types = _types(given, host_ids, real, config)
-        self.media, grids = _media(given, types, config, device)
-        positions = _positions(given, types, pack, grids, config)
-        padding = None if real.all() else torch.from_numpy(~real).to(device)
-        self.step = Step(pack, positions.to(device), padding)
-        self.input_ids = torch.from_numpy(host_ids).to(device)
-        self.labels, self.label_count = _labels(given, tokens, real, device)
+    def __init__(self, batch, config, device, cp=None, depths=0, needs_labels=False):
+        group = getattr(cp, "group", None)
+        with alarms.everywhere(group):
+            given = _given(batch)
+            ids = _tensor(given, "input_ids", 1, integer=True)
+            tokens = len(ids)
+            pack = _pack(given, tokens)
+            ends = _ends(pack, tokens)
+            real = ends > 0
+            host_ids = np.where(real, ids.cpu().numpy(), 0)  # padding may hold anything
+            _check_ids(host_ids, config.text.vocab_size)
+            types = _types(given, host_ids, real, config)
+            self.media, grids = _media(given, types, config)
+            self._positions = _positions(given, types, pack, grids, config)
+            self._labels, self.label_count = _labels(given, tokens, real, device)
+            if needs_labels and self._labels is None:
+                raise ValueError("batch: labels is missing")
         self.num_label_tokens = given.get("num_label_tokens", self.label_count)
+        documents = {key: given[key] for key in ("cu_seqlens", "doc_ids") if key in given}
+        plan = None if group is None else cp.plan(**documents, tokens=tokens)
+        self.share = share = Share(ends, plan, depths)
+        self.real_rows = int(real.sum())
+        padding = share.take(torch.from_numpy(~real), True)
+        padding = padding.to(device) if padding.any() else None
+        self.step = Step(pack, share.take(self._positions, 0).to(device), padding, plan)
+        self.input_ids = share.take(torch.from_numpy(host_ids), 0, None if plan is None else share.rows).to(device)
+        self.labels = None if self._labels is None else share.take(self._labels, IGNORE)
+
+    def ahead(self, k):
+        """The `Ahead` of depth k, made from the whole pack: a document's next rows may be another rank's."""
+        rows, inside = self.share.ahead(k)
+        positions, labels = (
+            self.share.take(x, fill, rows) for x, fill in ((self._positions, 0), (self._labels, IGNORE))
+        )
+        device, embedded = labels.device, torch.from_numpy(self.share.embedded(rows))
+        labels = labels.masked_fill(~torch.from_numpy(inside).to(device), IGNORE)
+        return Ahead(embedded.to(device), positions.to(device), labels)
+
+
+def _given(batch):
+    if not isinstance(batch, dict):
+        raise TypeError(f"batch: expected a dict, found {type(batch).__name__}")
+    for key in batch:
+        check_known(key, KEYS, "batch.")
+    return {key: value for key, value in batch.items() if value is not None}
 
 
 def _tensor(given, key, ndim, tokens=None, integer=False):
@@ -134,29 +201,26 @@ def _types(given, ids, real, config):
     return types
 
 
-def _media(given, types, config, device):
+def _media(given, types, config):
     """(Media, [grids of images, grids of videos])."""
-    vision, found, grids, tokens = config.vision, [], [], []
+    vision, merge, found, grids, places = config.vision, config.vision.spatial_merge_size, [], [], []
     for kind, word, pixels in ((IMAGE, "image", "pixel_values"), (VIDEO, "video", "pixel_values_videos")):
-        grid = _grid(given, f"{word}_grid_thw", vision.spatial_merge_size)
+        grid = _grid(given, f"{word}_grid_thw", merge)
         rows = _rows(given, pixels, vision.patch_width)
         wanted = int(grid.prod(1).sum())
         if len(rows) != wanted:
             raise ValueError(f"batch: {pixels} has {len(rows)} rows, {word}_grid_thw asks for {wanted}")
-        places, merged = np.flatnonzero(types == kind), wanted // vision.spatial_merge_size**2
-        if len(places) != merged:
-            raise ValueError(f"batch: input_ids has {len(places)} {word} tokens, {word}_grid_thw asks for {merged}")
-        found.append(rows.to(device))
+        there, merged = np.flatnonzero(types == kind), wanted // merge**2
+        if len(there) != merged:
+            raise ValueError(f"batch: input_ids has {len(there)} {word} tokens, {word}_grid_thw asks for {merged}")
+        found += [rows] if len(rows) else []
         grids.append(grid)
-        tokens.append(places)
-    places = torch.from_numpy(np.concatenate(tokens)).to(device)
+        places.append(there)
+    places = np.concatenate(places)
     if not len(places):
-        side = vision.spatial_merge_size
-        black = torch.zeros(side * side, vision.patch_width, device=device)
-        return Media(black, np.array([[1, side, side]]), places), grids
-    found = [rows for rows in found if len(rows)]
-    pixel_values = found[0] if len(found) == 1 else torch.cat(found)
-    return Media(pixel_values, np.concatenate(grids), places), grids
+        return Media(torch.zeros(merge**2, vision.patch_width), np.array([[1, merge, merge]]), places, merge), grids
+    pixel_values = found[0] if len(found) == 1 else torch.cat([rows.to(found[0].device) for rows in found])
+    return Media(pixel_values, np.concatenate(grids), places, merge), grids
 
 
 def _grid(given, key, merge):

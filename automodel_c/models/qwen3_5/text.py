@@ -1,7 +1,7 @@
 """The decoder: layers of a token mixer and an MLP around one stream of activations [T, H]."""
 
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from .attention import Attention
 from .config import FULL
@@ -46,13 +46,14 @@ class TextModel(nn.Module):
         """x [T, H], embeddings with media in place -> (hidden states [T, H], normed; each layer's statistics)."""
         stats = []
         for layer in self.layers:
-            x, routed = run(layer, self.recompute, x, step)
+            x, routed = run(layer, self.recompute, x, step, context_fn=step.checkpoint_context)
             stats.append(routed)
         return self.norm(x), stats
 
 
-def run(module, recompute, *inputs):
-    """module(*inputs), whose activations are made again in backward where `recompute` says so."""
+def run(module, recompute, *inputs, context_fn=noop_context_fn):
+    """module(*inputs), whose activations are made again in backward where `recompute` says so, but for what
+    `context_fn` keeps."""
     if not recompute:
         return module(*inputs)
-    return checkpoint(module, *inputs, use_reentrant=False, preserve_rng_state=False)
+    return checkpoint(module, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=context_fn)

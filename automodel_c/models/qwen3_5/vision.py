@@ -122,6 +122,7 @@ class Merger(VisionMLP):
 class VisionModel(nn.Module):
     def __init__(self, config):
         super().__init__()
+        self.config = config
         self.merge = config.spatial_merge_size
         self.side = int(config.num_position_embeddings**0.5)
         self.patch_embed = PatchEmbed(config)

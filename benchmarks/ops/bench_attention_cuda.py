@@ -1,0 +1,235 @@
+"""Packed attention on one GPU beside FlashAttention-3 and cuDNN: python -m benchmarks.ops.bench_attention_cuda.
+
+Causal, bf16. A time is the median of CUDA events over rounds that run ours, the peers and ours again in random order;
+inputs are larger than L2. The work counted is 4 area Hq D forward and 2.5 times that backward, area = sum of
+L (L + 1) / 2; the floor is that at 790 TFLOP/s, what a large matrix product reaches on an H200.
+
+The gate before any time: `ours` on sampled tokens by the error rule against float64, a peer within 5 % of it.
+
+Written before the first run of the Hopper kernel: 0.95 times FA3, whose tiles are the same size, lost at the edges of
+tiles. What came at head dim 256 on one H200, FA3's time over ours; the card's power limits both:
+  first version                               0.95 to 1.0; tensor cores busy 84 % of the cycles (Nsight Compute)
+  descriptors in uniform registers            1.0; busy 92 %: the products follow one another without a gap
+  no turns between the two warpgroups         1.02 from 1.0
+  one key head after the other                1.01 on 32K (the keys of one head fit in L2), nothing elsewhere
+  four chains of maxima and sums for two      nothing at 256; at head dim 128 0.945 to 0.97, with 176 keys a block for
+                                              128; turns lost there too (602 and 631 TFLOP/s on 32K)
+Below a peer: head dim 128 on one long document (0.94 to 0.96), head dim 64 beside cuDNN (0.89); 128K, whose keys fit in
+no L2, is a draw.
+The plain kernels, and with them every backward pass, run in float32 without tensor cores: 0.01 of a peer.
+"""
+
+import argparse
+import itertools
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from automodel_c import Pack, _amcore
+from automodel_c.ops.attention import attention
+from benchmarks.harness import in_words, machine, statistics_of
+from benchmarks.peers import version_of
+from tests.numerics import assert_as_good_as
+
+FLOPS = 790e12
+SAMPLED = 24  # tokens that the gate looks at
+JSON = Path(__file__).parents[1] / "results/h200/attention.json"
+
+
+def heavy_tailed(total, seed=0):
+    """Lengths of a pack: many short documents, a few that make most of the tokens."""
+    rng, lengths = random.Random(seed), []
+    while total > 0:
+        lengths.append(min(total, max(64, int(rng.lognormvariate(6.2, 1.3)))))
+        total -= lengths[-1]
+    return lengths
+
+
+HUNDRED = [64 + 37 * i * i % 937 for i in range(100)]
+SHAPES = {  # name: lengths, query heads, key heads, head dim, passes
+    "8K": ([8192], 32, 2, 256, ("fwd", "bwd")),
+    "32K": ([32768], 32, 2, 256, ("fwd",)),
+    "128K": ([131072], 32, 2, 256, ("fwd",)),
+    "4x8K": ([8192] * 4, 32, 2, 256, ("fwd",)),
+    "32K-heavy": (heavy_tailed(32768), 32, 2, 256, ("fwd",)),
+    "hundred": (HUNDRED, 32, 2, 256, ("fwd",)),
+    "8K-d128": ([8192], 32, 8, 128, ("fwd",)),
+    "32K-d128": ([32768], 32, 8, 128, ("fwd",)),
+    "32K-heavy-d128": (heavy_tailed(32768), 32, 8, 128, ("fwd",)),
+    "8K-d64": ([8192], 32, 8, 64, ("fwd",)),
+}
+
+
+class Inputs:
+    """Random tensors of one shape and their documents."""
+
+    def __init__(self, lengths, heads, key_heads, dim, backward):
+        shapes = (heads, key_heads, key_heads)
+        made = [torch.randn(sum(lengths), n, dim, device="cuda", dtype=torch.bfloat16) for n in shapes]
+        self.q, self.k, self.v = (x.requires_grad_(backward) for x in made)
+        self.lengths, self.ends = lengths, list(itertools.accumulate(lengths))
+        self.pack = Pack(cu_seqlens=[0, *self.ends], device="cuda")
+        self.cu = torch.tensor([0, *self.ends], dtype=torch.int32, device="cuda")
+        self.flops = 4 * heads * dim * sum(n * (n + 1) / 2 for n in lengths)
+
+
+def ours(x):
+    return attention(x.q, x.k, x.v, pack=x.pack)
+
+
+def fa3(x):
+    from flash_attn_interface import flash_attn_varlen_func
+
+    longest = max(x.lengths)
+    made = flash_attn_varlen_func(x.q, x.k, x.v, x.cu, x.cu, longest, longest, causal=True)
+    return made[0] if isinstance(made, tuple) else made
+
+
+def cudnn(x):
+    batch = len(x.lengths)
+    q, k, v = (t.view(batch, -1, *t.shape[1:]).transpose(1, 2) for t in (x.q, x.k, x.v))
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        made = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return made.transpose(1, 2).flatten(0, 1)
+
+
+def peers_of(x):
+    """{name: (version, function)} and the reasons for those that are missing."""
+    found, missing = {}, {}
+    try:
+        import flash_attn_interface  # noqa: F401
+    except ImportError as error:
+        missing["fa3"] = str(error)
+    else:
+        found["fa3"] = (version_of("flash_attn_3") or version_of("flash-attn-3"), fa3)
+    if len(set(x.lengths)) == 1:
+        found["cudnn"] = (str(torch.backends.cudnn.version()), cudnn)
+    else:
+        missing["cudnn"] = "documents of different lengths"
+    return found, missing
+
+
+def sampled_rows(x):
+    """Tokens spread over the pack, the first and the last of some documents among them."""
+    rows = {0, x.ends[0] - 1, x.ends[-1] - 1, *random.Random(0).sample(range(x.ends[-1]), SAMPLED)}
+    return sorted(rows)
+
+
+def by_formula(x, rows, dtype):
+    """out [rows, Hq, D]: products in `dtype`, softmax in at least float32, as the eager model has it."""
+    results = []
+    group = x.q.shape[1] // x.k.shape[1]
+    for t in rows:
+        start = max([0, *(end for end in x.ends if end <= t)])
+        k, v = (y.detach()[start : t + 1].to(dtype).transpose(0, 1) for y in (x.k, x.v))
+        q = x.q.detach()[t].to(dtype).view(-1, group, x.q.shape[2])
+        scores = torch.matmul(q, k.transpose(1, 2)) * x.q.shape[2] ** -0.5
+        weights = torch.softmax(scores, -1, dtype=max(dtype, torch.float32, key=lambda d: d.itemsize)).to(dtype)
+        results.append(torch.matmul(weights, v).reshape(x.q.shape[1:]))
+    return torch.stack(results)
+
+
+def gate(x, calls):
+    """AssertionError for a wrong result; the numbers of the error rule."""
+    rows = sampled_rows(x)
+    truth, naive = by_formula(x, rows, torch.float64), by_formula(x, rows, torch.bfloat16)
+    for name, call in calls.items():
+        made = call().detach()[rows]
+        if name == "ours":
+            numbers = assert_as_good_as(made, naive, truth, name="out")
+        assert (made - truth).norm() <= 0.05 * truth.norm(), f"{name} computes something else"
+    return numbers
+
+
+def sample(call):
+    """Seconds of a call on the device."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e-3
+
+
+def measure(calls, most=31):
+    """{name: seconds in each round}, 'self' being ours once more."""
+    calls = {**calls, "self": calls["ours"]}
+    once = max(sample(call) for call in calls.values() for _ in range(2))
+    rounds = max(5, min(most, int(2.5 / once / len(calls))))
+    times, order = {name: [] for name in calls}, list(calls)
+    for _ in range(rounds):
+        random.shuffle(order)
+        for name in order:
+            calls[name]()
+            times[name].append(sample(calls[name]))
+    return times
+
+
+def backward_of(call):
+    """The backward pass alone: its graph is kept."""
+    out = call()
+    dout = torch.randn_like(out)
+    return lambda: out.backward(dout, retain_graph=True)
+
+
+def row(name, direction):
+    """One row of the table, printed and returned."""
+    lengths, heads, key_heads, dim, _ = SHAPES[name]
+    x = Inputs(lengths, heads, key_heads, dim, direction == "bwd")
+    found, missing = peers_of(x)
+    calls = {"ours": lambda: ours(x), **{key: lambda f=f: f(x) for key, (_, f) in found.items()}}
+    numbers = gate(x, calls)
+    kernels = _amcore.attention_row(
+        x.q.detach(), x.k.detach(), x.v.detach(), x.pack.docs.ravel().tolist(), causal=True, backward=direction == "bwd"
+    )
+    flops = x.flops * (2.5 if direction == "bwd" else 1.0)
+    if direction == "bwd":
+        calls = {key: backward_of(call) for key, call in calls.items()}
+    stats = {key: statistics_of(seconds) for key, seconds in measure(calls).items()}
+    rate = {key: flops / stat["ms_median"] * 1e-9 for key, stat in stats.items()}
+    mine = stats["ours"]["ms_median"]
+    parts = [f"attention_{direction} {name} d{dim} h{heads}/{key_heads} [{kernels}]"]
+    parts += [f"ours {in_words(mine)} {rate['ours']:.0f} TF"]
+    for key in found:
+        other = stats[key]["ms_median"]
+        parts.append(f"{key} {in_words(other)} {rate[key]:.0f} TF ({other / mine:.3f}x)")
+    parts += [f"floor {flops / FLOPS * 1e3 / mine:.0%}", f"self {stats['self']['ms_median'] / mine:.3f}"]
+    print("   ".join(parts), *(f"   ({key}: {why})" for key, why in missing.items()), flush=True)
+    return {
+        "op": "attention", "pass": direction, "shape": name, "documents": len(lengths), "tokens": sum(lengths),
+        "heads": heads, "key_heads": key_heads, "dim": dim, "dtype": "bfloat16", "kernels": kernels, "tflops": rate,
+        "ours": stats["ours"], "peers": {key: {"version": found[key][0], **stats[key]} for key in found},
+        "ratio": {key: stats[key]["ms_median"] / mine for key in found},
+        "self_ratio": stats["self"]["ms_median"] / mine,
+        "floor_share": flops / FLOPS * 1e3 / mine, "gate": numbers,
+    }  # fmt: skip
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--shape", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--json", help="write here; a whole green run goes to benchmarks/results/h200 by itself")
+    parser.add_argument("--commit", help="what was measured, where there is no git")
+    options = parser.parse_args()
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        print("bench_attention_cuda: needs a Hopper GPU, none is visible to torch")
+        return 0
+    torch.manual_seed(0)
+    rows = [row(name, direction) for name in options.shape for direction in SHAPES[name][4]]
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    about = machine() | {"gpu": subprocess.run(query, capture_output=True, text=True).stdout.strip()}
+    about |= {"commit": options.commit} if options.commit else {}
+    if options.json or options.shape == list(SHAPES):
+        path = Path(options.json or JSON)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"machine": about, "rows": rows}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

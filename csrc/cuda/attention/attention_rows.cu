@@ -1,0 +1,57 @@
+/* attention_rows.cu -- which kernels run. The first row that fits wins; add a row, add its file. */
+#include "attention_rows.h"
+
+namespace
+{
+
+bool always(const am_attention_args *) { return true; }
+
+const AttentionRow forward_rows[] = {
+    {"d256 bf16 sm90", attention_fits_d256_bf16, attention_fwd_d256_bf16},
+    {"d256 f16 sm90", attention_fits_d256_f16, attention_fwd_d256_f16},
+    {"d128 bf16 sm90", attention_fits_d128_bf16, attention_fwd_d128_bf16},
+    {"d128 f16 sm90", attention_fits_d128_f16, attention_fwd_d128_f16},
+    {"d64 bf16 sm90", attention_fits_d64_bf16, attention_fwd_d64_bf16},
+    {"d64 f16 sm90", attention_fits_d64_f16, attention_fwd_d64_f16},
+    {"simple", always, attention_fwd_simple},
+};
+
+const AttentionRow backward_rows[] = {
+    {"simple", always, attention_bwd_simple},
+};
+
+const AttentionRow *pick(const AttentionRow *row, const am_attention_args *a)
+{
+    while (!row->fits(a))
+        row++;
+    return row;
+}
+
+am_status run(const AttentionRow *row, const am_attention_args *a, const am_exec *ex)
+{
+    int before = 0;
+    AM_CUDA(cudaGetDevice(&before));
+    AM_CUDA(cudaSetDevice(ex->dev_index));
+    const am_status st = row->run(a, static_cast<cudaStream_t>(ex->stream));
+    AM_CUDA(cudaSetDevice(before));
+    return st;
+}
+
+} // namespace
+
+extern "C" am_status am_cuda_attention_plan(const am_attention_args *a, bool backward, const char **row, size_t *bytes)
+{
+    *row = pick(backward ? backward_rows : forward_rows, a)->name;
+    *bytes = attention_scratch(a, backward).bytes;
+    return AM_OK;
+}
+
+extern "C" am_status am_cuda_attention_forward(const am_attention_args *a, const am_exec *ex)
+{
+    return run(pick(forward_rows, a), a, ex);
+}
+
+extern "C" am_status am_cuda_attention_backward(const am_attention_args *a, const am_exec *ex)
+{
+    return run(pick(backward_rows, a), a, ex);
+}

@@ -1,0 +1,121 @@
+/* ptx_sm90.cuh -- one wrapper an instruction, named after it; Hopper's (sm_90a). No policy, no loops but
+ * mbarrier_wait's. Addresses of shared memory are the 32-bit ones of `smem_address`.
+ */
+#ifndef PTX_SM90_CUH
+#define PTX_SM90_CUH
+
+#include <stdint.h>
+
+#include <cuda.h>
+
+namespace ptx
+{
+
+__device__ inline uint32_t smem_address(const void *p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+
+/* Barriers in shared memory: a phase ends when `arrivals` have come and all announced bytes. */
+
+__device__ inline void mbarrier_init(uint64_t *bar, uint32_t arrivals)
+{
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(bar)), "r"(arrivals) : "memory");
+}
+
+/* Makes initialised barriers visible to the copy engine. */
+__device__ inline void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+__device__ inline void mbarrier_arrive(uint64_t *bar)
+{
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_address(bar)) : "memory");
+}
+
+/* Arrives and announces bytes that copies into this phase will bring. */
+__device__ inline void mbarrier_arrive_expect_tx(uint64_t *bar, uint32_t bytes)
+{
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(bar)), "r"(bytes)
+                 : "memory");
+}
+
+__device__ inline bool mbarrier_try_wait(uint64_t *bar, uint32_t parity)
+{
+    uint32_t done;
+    asm volatile("{\n"
+                 ".reg .pred done;\n"
+                 "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+                 "selp.b32 %0, 1, 0, done;\n"
+                 "}\n"
+                 : "=r"(done)
+                 : "r"(smem_address(bar)), "r"(parity)
+                 : "memory");
+    return done != 0;
+}
+
+/* Until the phase of this parity has ended; a fresh barrier's phase of parity 1 counts as ended. */
+__device__ inline void mbarrier_wait(uint64_t *bar, uint32_t parity)
+{
+    while (!mbarrier_try_wait(bar, parity)) {
+    }
+}
+
+/* The copy engine. */
+
+__device__ inline void prefetch_tensormap(const CUtensorMap *map)
+{
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+__device__ inline void tma_load_3d(void *to, const CUtensorMap *map, uint64_t *bar, int x, int y, int z)
+{
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], "
+        "[%2];" ::"r"(smem_address(to)),
+        "l"(map), "r"(smem_address(bar)), "r"(x), "r"(y), "r"(z)
+        : "memory");
+}
+
+/* Ordinary stores before it are seen by copies and matrix products after it. */
+__device__ inline void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+/* Warpgroup matrix products; the instruction itself is in wgmma_sm90.cuh. */
+
+__device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+__device__ inline void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+template <int kPending> __device__ inline void wgmma_wait_group()
+{
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+/* Registers and barriers of warpgroups. */
+
+template <int kRegisters> __device__ inline void setmaxnreg_inc()
+{
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+template <int kRegisters> __device__ inline void setmaxnreg_dec()
+{
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+__device__ inline void bar_sync(int id, int threads)
+{
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+__device__ inline void bar_arrive(int id, int threads)
+{
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+/* 2^x to about 2 ulp, denormals as 0. */
+__device__ inline float ex2_approx(float x)
+{
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+} // namespace ptx
+
+#endif
