@@ -38,7 +38,9 @@ def test_report_names_every_swap_and_every_rest():
         ("model.visual.blocks.0.mlp.act_fn", "GELU", "ops.gelu, tanh"),
         ("model.visual.merger.act_fn", "GELU", "ops.gelu"),
     } <= set(report.swapped)
-    assert {(path, what) for path, what, _ in report.left} == {(f"{layers}.{i}.linear_attn", "generation") for i in (0, 2)}
+    assert {(path, what) for path, what, _ in report.left} == {
+        (f"{layers}.{i}.linear_attn", "generation") for i in (0, 2)
+    }
     table = str(report)
     assert "model.language_model.layers.*.mlp.experts (4)" in table and "left: a cache is filled" in table
 
