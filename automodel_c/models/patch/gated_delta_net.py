@@ -41,7 +41,7 @@ def gated_delta_net(self, hidden_states, *args, **kwargs):
     out, _ = ops.gated_delta_rule(q, k, v, g, beta, pack=plan.pack)
     z = self.in_proj_z(x).view(-1, self.head_v_dim)
     out = self.norm(out.reshape(-1, self.head_v_dim), z)
-    return self.out_proj(out.view(hidden_states.shape[:2] + (self.value_dim,)))
+    return self.out_proj(out.view(*hidden_states.shape[:2], self.value_dim))
 
 
 def left(self, hidden_states, *args, **kwargs):
