@@ -84,6 +84,10 @@ class Pack:
     def __len__(self):
         return len(self.docs)
 
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        self.docs.flags.writeable = False  # copy and pickle forget it
+
     def __repr__(self):
         axis = f">= {self.end}" if self.tokens is None else self.tokens
         return f"Pack({len(self)} documents, {self.num_real} real tokens, token axis {axis})"
@@ -109,6 +113,12 @@ class Pack:
             raise ValueError(f"{name} has {tokens} tokens, the pack's doc_ids have {self.tokens}")
         if tokens < self.end:
             raise ValueError(f"{name} has {tokens} tokens, the pack ends at {self.end}")
+
+
+def require_pack(name, pack):
+    """TypeError unless `pack` is a Pack."""
+    if not isinstance(pack, Pack):
+        raise TypeError(f"{name}: argument 'pack' must be an automodel_c.Pack, not {type(pack).__name__}")
 
 
 _warned = []

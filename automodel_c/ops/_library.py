@@ -23,10 +23,17 @@ def define(schema, cpu, fake, *, setup=None, backward=None):
 
 
 def require_tensors(name, **arguments):
-    """TypeError naming the first argument that is not a torch tensor."""
+    """TypeError naming the first argument that is not a torch tensor, ValueError the first on another device.
+
+    The device is checked here because torch would run the fake kernel as soon as one tensor is a meta tensor.
+    """
     for argument, value in arguments.items():
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"{name}: argument '{argument}' must be a torch tensor, not {type(value).__name__}")
+    (first, where), *others = arguments.items()
+    for argument, value in others:
+        if value.device != where.device:
+            raise ValueError(f"{name}: {argument} is on {value.device}, {first} on {where.device}")
 
 
 def _refuse(name):

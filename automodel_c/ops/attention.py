@@ -6,7 +6,7 @@ import torch
 
 from automodel_c import _amcore
 from automodel_c.ops import _alloc
-from automodel_c.partition import Pack, to_device
+from automodel_c.partition import Pack, require_pack, to_device
 
 
 def attention(
@@ -95,6 +95,7 @@ def _documents(q, k, pack, cu_seqlens, cu_seqlens_k, doc_ids):
     if pack is None:
         docs = torch.tensor([0, q.shape[0]])
     else:
+        require_pack("attention", pack)
         pack.check_tokens(q.shape[0], "attention: q")
         docs = torch.from_numpy(pack.docs.flatten())
     docs_k = None

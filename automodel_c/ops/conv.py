@@ -5,7 +5,7 @@ import torch
 from automodel_c import _amcore
 from automodel_c.ops import _alloc
 from automodel_c.ops._library import define, require_tensors
-from automodel_c.partition import Pack
+from automodel_c.partition import Pack, require_pack
 
 
 def causal_conv1d(
@@ -40,10 +40,9 @@ def causal_conv1d(
             strided last axis. TypeError: another dtype. NotImplementedError: a wider weight, another device.
         RuntimeError: a second derivative.
     """
-    require_tensors("causal_conv1d", x=x, weight=weight)
-    for name, value in (("bias", bias), ("initial_state", initial_state)):
-        if value is not None:
-            require_tensors("causal_conv1d", **{name: value})
+    optional = {"bias": bias, "initial_state": initial_state}
+    given = {name: value for name, value in optional.items() if value is not None}
+    require_tensors("causal_conv1d", x=x, weight=weight, **given)
     if activation not in ("silu", None):
         raise ValueError(f"causal_conv1d: activation is {activation!r}, 'silu' or None is needed")
     if x.ndim != 2 or weight.ndim != 2:
@@ -64,6 +63,7 @@ def _documents(x, pack, cu_seqlens, doc_ids):
         pack = Pack(cu_seqlens=cu_seqlens, doc_ids=doc_ids)
     if pack is None:
         return torch.tensor([0, x.shape[0]])
+    require_pack("causal_conv1d", pack)
     pack.check_tokens(x.shape[0], "causal_conv1d: x")
     return torch.from_numpy(pack.docs.flatten())
 

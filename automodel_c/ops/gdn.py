@@ -5,7 +5,7 @@ import torch
 from automodel_c import _amcore
 from automodel_c.ops import _alloc
 from automodel_c.ops._library import define, require_tensors
-from automodel_c.partition import Pack
+from automodel_c.partition import Pack, require_pack
 
 _STEP = 1024  # tokens from one kept state to the next
 
@@ -70,8 +70,6 @@ def _check(tensors):
         ndim = {"g": 2, "beta": 2, "initial_state": 4}.get(name, 3)
         if x.ndim != ndim:
             raise ValueError(f"gated_delta_rule: {name} has {x.ndim} axes, {ndim} are needed")
-        if x.device != tensors["q"].device:
-            raise ValueError(f"gated_delta_rule: {name} is on {x.device}, q on {tensors['q'].device}")
 
 
 def _documents(tokens, pack, cu_seqlens, doc_ids):
@@ -82,6 +80,7 @@ def _documents(tokens, pack, cu_seqlens, doc_ids):
         pack = Pack(cu_seqlens=cu_seqlens, doc_ids=doc_ids)
     if pack is None:
         return torch.tensor([0, tokens])
+    require_pack("gated_delta_rule", pack)
     pack.check_tokens(tokens, "gated_delta_rule: q")
     return torch.from_numpy(pack.docs.flatten())
 

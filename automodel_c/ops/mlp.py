@@ -22,7 +22,7 @@ def swiglu(gate_up, up=None):
     """
     require_tensors("swiglu", gate_up=gate_up)
     if up is not None:
-        require_tensors("swiglu", up=up)
+        require_tensors("swiglu", gate_up=gate_up, up=up)
         return _swiglu(gate_up, up)
     if gate_up.ndim == 0 or gate_up.shape[-1] % 2:
         last = gate_up.shape[-1] if gate_up.ndim else 0

@@ -54,13 +54,10 @@ def moe(
     then do it twice, already gives the memory back. A second forward routes alike, to the bit.
     """
     tensors = {"hidden": hidden, "router_weight": router_weight, "gate_up": gate_up, "down": down}
-    require_tensors("moe", **tensors)
-    if padding is not None:
-        require_tensors("moe", padding=padding)
-        tensors["padding"] = padding
-    _check(tensors, ep_group, return_aux and return_router_stats)
+    require_tensors("moe", **tensors, **({} if padding is None else {"padding": padding}))
+    _check(ep_group, return_aux and return_router_stats)
     keep = torch.is_grad_enabled() and any(x.requires_grad for x in (hidden, router_weight, gate_up, down))
-    count = _count(top_k)
+    count = _count("moe", top_k)
     out, *stats = _moe(hidden, router_weight, gate_up, down, padding, count, keep)[:4]
     if return_router_stats:
         return out, *stats
@@ -73,6 +70,8 @@ def per_layer_aux_loss(load, prob_sum, real_rows, *, top_k):
     The statistics are those of `moe(..., return_router_stats=True)`, perhaps summed over ranks. A scalar float32 whose
     gradient goes through prob_sum alone; 0 without real rows.
     """
+    require_tensors("per_layer_aux_loss", load=load, prob_sum=prob_sum, real_rows=real_rows)
+    top_k = _count("per_layer_aux_loss", top_k)
     n = real_rows.clamp(min=1).float()
     return ((load.float() * (len(load) / top_k) / n) * (prob_sum / n)).sum()
 
@@ -85,7 +84,18 @@ def load_balancing_loss(stats):
 
     Returns:
         A scalar float32, top_k when all experts are used alike; 0 without real rows.
+
+    Raises:
+        ValueError: no layer, or layers whose numbers of experts differ.
     """
+    stats = [tuple(layer) for layer in stats]
+    if not stats:
+        raise ValueError("load_balancing_loss: stats has 0 layers, at least 1 is needed")
+    for i, layer in enumerate(stats):
+        if len(layer) != 3:
+            raise ValueError(f"load_balancing_loss: layer {i} has {len(layer)} statistics, 3 are needed")
+        if len(layer[0]) != len(stats[0][0]):
+            raise ValueError(f"load_balancing_loss: layer {i} has {len(layer[0])} experts, layer 0 {len(stats[0][0])}")
     loads, prob_sums, rows = zip(*stats, strict=True)
     n = torch.stack(rows).sum().clamp(min=1).float()
     load, prob_sum = torch.stack(loads).sum(0).float(), torch.stack(prob_sums).sum(0)
@@ -110,11 +120,7 @@ def add_shared_expert(out, shared, gate):
     return _join(out, shared, gate)
 
 
-def _check(tensors, ep_group, both):
-    device = tensors["hidden"].device
-    for name, x in tensors.items():
-        if x.device != device:
-            raise ValueError(f"moe: {name} is on {x.device}, hidden on {device}")
+def _check(ep_group, both):
     if both:
         raise ValueError("moe: return_aux and return_router_stats are both given, at most 1 is possible")
     if ep_group is None:
@@ -127,10 +133,13 @@ def _check(tensors, ep_group, both):
         )
 
 
-def _count(top_k):
+def _count(name, top_k):
     if isinstance(top_k, bool) or not hasattr(top_k, "__index__"):
-        raise TypeError(f"moe: top_k is {type(top_k).__name__}, an int is needed")
-    return operator.index(top_k)
+        raise TypeError(f"{name}: top_k is {type(top_k).__name__}, an int is needed")
+    count = operator.index(top_k)
+    if count >= 2**63 or count < 1:
+        raise ValueError(f"{name}: top_k is {count}, at least 1 and less than 2^63 is needed")
+    return count
 
 
 def _outputs(hidden, router_weight, down, top_k, keep, empty):

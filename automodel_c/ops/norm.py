@@ -26,7 +26,7 @@ def rms_norm(x, weight, *, eps=1e-6, zero_centered=True, residual=None):
     require_tensors("rms_norm", x=x, weight=weight)
     if residual is None:
         return _rms(x, weight, eps, zero_centered)[0]
-    require_tensors("rms_norm", residual=residual)
+    require_tensors("rms_norm", x=x, residual=residual)
     return _rms_residual(x, residual, weight, eps, zero_centered)[:2]
 
 

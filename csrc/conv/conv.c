@@ -274,7 +274,7 @@ static void states(int64_t begin, int64_t end, void *ctx)
     }
 }
 
-/* Row `which` of every run's sums, in order, to element i * stride of `out`. */
+/* Row `which` of every run's sums, in order, to `out` from element `at` on. */
 static void add_runs(const am_tensor *out, const am_tensor *partials, int64_t which, int64_t at)
 {
     const int64_t channels = partials->shape[2], step = partials->shape[1] * channels;

@@ -1,13 +1,16 @@
 /* conv.h -- depthwise causal convolution over packed documents, with an optional SiLU. Forward and backward.
  *
  * Per document n with rows [start, end), l = end - start, and channel c, let u be the W - 1 numbers of the initial
- * state (oldest first; 0 without one), then x[start .. end). For t in [0, l): z[t] = bias + sum over j < W of weight[j]
- * u[t + j]      y[start + t] = silu(z[t]) or z[t] final_state[k] = u[l + k], k < W - 1: raw inputs. A document without
- * rows passes its state on.
+ * state (oldest first; 0 without one), then x[start .. end). For t in [0, l):
  *
- *   dz[t] = dy[start + t] silu'(z[t])     du[m] = sum over j of weight[j] dz[m - j], and dfinal_state[m - l] where m >=
- * l dinitial_state = du[0 .. W - 1)       dx[start + t] = du[W - 1 + t] dweight[j] = sum over documents and t of dz[t]
- * u[t + j]                          dbias = sum of dz
+ *   z[t] = bias + sum over j < W of weight[j] u[t + j]
+ *   y[start + t] = silu(z[t]) or z[t]
+ *   final_state[k] = u[l + k], k < W - 1: raw inputs; a document without rows passes its state on
+ *
+ *   dz[t] = dy[start + t] silu'(z[t])
+ *   du[m] = sum over j of weight[j] dz[m - j], and dfinal_state[m - l] where m >= l
+ *   dinitial_state = du[0 .. W - 1), dx[start + t] = du[W - 1 + t]
+ *   dweight[j] = sum over documents and t of dz[t] u[t + j], dbias = sum of dz
  *
  * Arithmetic is float32, y is rounded once. Rows outside every document may hold anything, get y = dx = 0 and are never
  * read. A gradient of weight or bias is summed over k runs of rows, k = partials' first extent, each in order (float32

@@ -347,6 +347,7 @@ def tensors(**changes):
 
 
 ERRORS = {
+    "pack-kind": ({"pack": [0, 6]}, {}, TypeError, "argument 'pack' must be an automodel_c.Pack, not list"),
     "two-descriptions": ({"cu_seqlens": [0, 6], "doc_ids": [1] * 6}, {}, ValueError, "at most one"),
     "pack-and-offsets": ({"cu_seqlens": [0, 6], "pack": Pack(cu_seqlens=[0, 6])}, {}, ValueError, "at most one"),
     "beyond-the-tokens": ({"cu_seqlens": [0, 7]}, {}, ValueError, "q has 6 tokens, the pack ends at 7"),

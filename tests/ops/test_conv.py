@@ -342,6 +342,10 @@ X, W = torch.zeros(6, 3), torch.zeros(3, 4)
         ((X, W), {"cu_seqlens": [0, 7]}, ValueError, "x has 6 tokens, the pack ends at 7"),
         ((X, W), {"doc_ids": [1]}, ValueError, "x has 6 tokens, the pack's doc_ids have 1"),
         ((X, W), {"cu_seqlens": [0, 6], "doc_ids": [1] * 6}, ValueError, "give at most one of pack"),
+        ((X, W), {"pack": [0, 6]}, TypeError, "argument 'pack' must be an automodel_c.Pack, not list"),
+        ((X, W.to("meta")), {}, ValueError, "weight is on meta, x on cpu"),
+        ((X, W), {"bias": torch.zeros(3, device="meta")}, ValueError, "bias is on meta, x on cpu"),
+        ((X, W), {"initial_state": torch.zeros(1, 3, 3).to("meta")}, ValueError, "initial_state is on meta, x on cpu"),
         (([1.0], W), {}, TypeError, "argument 'x' must be a torch tensor, not list"),
     ],
 )  # fmt: skip

@@ -177,6 +177,7 @@ X, H = torch.zeros(2, 4), torch.zeros(4)
         ((X, X, torch.zeros(8)[::2], H), ValueError, "A_log has stride 2, 1 is needed"),
         ((X[0], X[0], H, H), ValueError, r"a has 1 axes, 2 are needed"),
         ((torch.zeros(4, 4).T, torch.zeros(4, 4), H, H), ValueError, "a has stride 4 on its last axis, 1 is needed"),
+        ((X, X.to("meta"), H, H), ValueError, "b is on meta, a on cpu"),
         ((X, X, H, None), TypeError, "argument 'dt_bias' must be a torch tensor, not NoneType"),
     ],
 )

@@ -417,6 +417,7 @@ def tensors(**changes):
 STATE = {"initial_state": torch.zeros(1, 4, 16, 16)}
 ERRORS = {
     "two-descriptions": ({"cu_seqlens": [0, 6], "doc_ids": [1] * 6}, {}, ValueError, "at most one"),
+    "pack-kind": ({"pack": [0, 6]}, {}, TypeError, "argument 'pack' must be an automodel_c.Pack, not list"),
     "beyond-the-tokens": ({"cu_seqlens": [0, 7]}, {}, ValueError, "q has 6 tokens, the pack ends at 7"),
     "float-offsets": ({"cu_seqlens": torch.tensor([0.0, 6.0])}, {}, TypeError, "int32 or int64"),
     "half": ({}, {"q": lambda q: q.half()}, TypeError, "q is float16"),

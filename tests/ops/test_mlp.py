@@ -171,6 +171,7 @@ X = torch.zeros(2, 4)
         ("swiglu", (X, X.bfloat16()), TypeError, "up is bfloat16, gate is float32"),
         ("swiglu", (torch.zeros(4, 4).T,), ValueError, "gate has stride 4 on its last axis, 1 is needed"),
         ("sigmoid_gate", (X, X[0]), ValueError, "gate has 1 axes, x has 2"),
+        ("swiglu", (X, X.to("meta")), ValueError, "up is on meta, gate_up on cpu"),
         ("sigmoid_gate", (X, None), TypeError, "argument 'gate' must be a torch tensor, not NoneType"),
         ("gelu", (X.long(),), TypeError, "x is int64"),
         ("gelu", (X, "erf"), ValueError, "approximate is 'erf', 'none' or 'tanh' is needed"),

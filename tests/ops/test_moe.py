@@ -457,7 +457,8 @@ ERRORS = [
     ({"down": torch.zeros(3, 5, 5)}, ValueError, "down has extent 5 on axis 1, 4 is needed"),
     ({"down": torch.zeros(3, 4)}, ValueError, "down has 2 axes"),
     ({"down": None}, TypeError, "argument 'down' must be a torch tensor, not NoneType"),
-    ({"top_k": 0}, ValueError, "top_k is 0, 1 to 3 experts are possible"),
+    ({"top_k": 0}, ValueError, "top_k is 0, at least 1"),
+    ({"top_k": 2**70}, ValueError, "top_k is 1180591620717411303424, at least 1 and less than"),
     ({"top_k": 4}, ValueError, "top_k is 4, 1 to 3 experts are possible"),
     ({"top_k": -1}, ValueError, "top_k is -1"),
     ({"top_k": 2.0}, TypeError, "top_k is float, an int is needed"),
@@ -475,6 +476,35 @@ ERRORS = [
 def test_errors(changes, error, words):
     with pytest.raises(error, match=f"^moe: {words}"):
         amc.ops.moe(**{"top_k": 2, **X, **changes})
+
+
+LOAD, SUM, ROWS = torch.ones(3, dtype=torch.int64), torch.ones(3), torch.tensor(6)
+
+
+@pytest.mark.parametrize(
+    ("stats", "words"),
+    [
+        ([], "stats has 0 layers"),
+        ([(LOAD, SUM)], "layer 0 has 2 statistics, 3 are needed"),
+        ([(LOAD, SUM, ROWS), (LOAD[:2], SUM[:2], ROWS)], "layer 1 has 2 experts, layer 0 3"),
+    ],
+)
+def test_load_balancing_loss_errors(stats, words):
+    with pytest.raises(ValueError, match=f"^load_balancing_loss: {words}"):
+        amc.ops.load_balancing_loss(iter(stats))
+
+
+@pytest.mark.parametrize(
+    ("rows", "top_k", "error", "words"),
+    [
+        (ROWS, 0, ValueError, "top_k is 0, at least 1"),
+        (ROWS, 1.5, TypeError, "top_k is float, an int is needed"),
+        (6, 2, TypeError, "argument 'real_rows' must be a torch tensor, not int"),
+    ],
+)
+def test_per_layer_aux_loss_errors(rows, top_k, error, words):
+    with pytest.raises(error, match=f"^per_layer_aux_loss: {words}"):
+        amc.ops.per_layer_aux_loss(LOAD, SUM, rows, top_k=top_k)
 
 
 def same_bytes(a, b):
@@ -554,6 +584,7 @@ def test_add_shared_expert_layouts_threads_and_errors(seed, threads):
         ((x, x, x), ValueError, r"gate has 2 axes, \[T\] or \[T, 1\] is needed"),
         ((x, x, torch.zeros(3)), ValueError, "gate has 3 rows, shared has 2"),
         ((x, torch.zeros(4, 2).T, x[:, 0]), ValueError, "shared has stride 2 on its last axis"),
+        ((x, x, x[:, :1].to("meta")), ValueError, "gate is on meta, out on cpu"),
         ((x, x, 1.0), TypeError, "argument 'gate' must be a torch tensor, not float"),
     ):
         with pytest.raises(error, match=f"^add_shared_expert: {words}"):

@@ -264,6 +264,7 @@ X, W = torch.zeros(2, 4), torch.zeros(4)
         ("rms_norm", ([1.0], W), {}, TypeError, "argument 'x' must be a torch tensor, not list"),
         ("gated_rms_norm", (X, X[0], W), {}, ValueError, "z has 1 axes, x has 2"),
         ("layer_norm", (X, W, torch.zeros(3)), {}, ValueError, "bias has 3 elements, the last axis of x has 4"),
+        ("rms_norm", (X, W), {"residual": X.to("meta")}, ValueError, "residual is on meta, x on cpu"),
         ("layer_norm", (X, W, None), {}, TypeError, "argument 'bias' must be a torch tensor, not NoneType"),
     ],
 )

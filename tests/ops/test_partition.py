@@ -1,6 +1,8 @@
 """frame_partition, docs_from_ids and Pack against brute force and the published cuts."""
 
+import copy
 import itertools
+import pickle
 
 import numpy as np
 import pytest
@@ -222,6 +224,14 @@ def test_pack_copies_at_the_call(make):
     assert packs[0].docs.tolist() == [[0, 2], [2, 5]] and packs[1].docs.tolist() == [[0, 2], [2, 3]]
     with pytest.raises(ValueError, match="read-only"):
         packs[0].docs[0, 0] = 1
+
+
+def test_copies_of_a_pack_are_read_only():
+    pack = Pack(doc_ids=[1, 1, 0, 2])
+    for twin in (copy.deepcopy(pack), pickle.loads(pickle.dumps(pack))):
+        assert twin.docs.tolist() == pack.docs.tolist() and twin.tokens == 4
+        with pytest.raises(ValueError, match="read-only"):
+            twin.docs[0, 0] = 3
 
 
 def test_pack_says_what_it_is():

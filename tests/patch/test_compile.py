@@ -10,6 +10,7 @@ SMALL = {"num_hidden_layers": 2}  # one gated-delta layer, one of full attention
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # dynamo looks at every tensor it traces
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
 @pytest.mark.parametrize(
     "documents",
     [
@@ -18,9 +19,9 @@ SMALL = {"num_hidden_layers": 2}  # one gated-delta layer, one of full attention
     ],
     ids=["pack", "one"],
 )
-def test_compiled_equals_eager(documents):
+def test_compiled_equals_eager(family, documents):
     """Loss and every gradient; what is planned on the host breaks the graph, the operators stay in it."""
-    model = models.build("qwen3_5", **SMALL)
+    model = models.build(family, **SMALL)
     automodel_c.patch_transformers(model)
     batch = models.pack(documents)
     expected = models.run(model, batch)
@@ -39,12 +40,15 @@ def test_compiled_equals_eager(documents):
         grad = torch.zeros_like(p) if p.grad is None else p.grad
         torch.testing.assert_close(grad, expected[name], msg=lambda text, name=name: f"{name}: {text}")
     operators = {name.split(".")[1] for name in names if name.startswith("automodel_c.")}
-    assert {"rms_norm", "attention_forward", "swiglu", "sigmoid_gate", "linear_cross_entropy"} <= operators
+    needed = {"rms_norm", "attention_forward", "swiglu", "sigmoid_gate", "linear_cross_entropy"}
+    needed |= {"gated_delta_rule_forward", "causal_conv1d", "gdn_gate", "gated_rms_norm"}
+    needed |= {"moe", "add_shared_expert"} if family == "qwen3_5_moe" else set()
+    assert needed <= operators, needed - operators
 
 
-def test_meta_tensors_give_shapes():
-    """Sizes without arithmetic. Dense: transformers' eager experts ask which tokens they got, which meta has not."""
-    model = models.build("qwen3_5", text_only=True, **SMALL).to("meta")
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_meta_tensors_give_shapes(family):
+    model = models.build(family, text_only=True, **SMALL).to("meta")
     automodel_c.patch_transformers(model)
     ids = torch.zeros(1, 70, dtype=torch.int64, device="meta")
     out = model(input_ids=ids, labels=ids)

@@ -63,16 +63,14 @@ def test_find_documents_refuses(shape, told, words):
         docs(shape, **told)
 
 
-def test_groups_hold_every_token_once(rng):
-    lengths = rng.integers(1, 200, 12)
-    ends = np.cumsum(lengths)
-    tokens = int(ends[-1]) + 7
-    plan = TextPlan(Pack(cu_seqlens=[0, *ends.tolist()]), (1, tokens), None, None)
-    groups, inverse = plan.groups
-    sizes = [16 if n <= 16 else 32 if n <= 32 else 64 for n in lengths.tolist()]
-    assert len(groups) == len({-(-n // size) * size for n, size in zip(lengths.tolist(), sizes, strict=True)})
-    assert {size for _, size in groups} == set(sizes)
-    x = torch.arange(1.0, tokens + 1)
-    x[ends[-1] :] = 0
-    rows = torch.cat([x[i].flatten() for i, _ in groups] + [torch.zeros(1)])
-    assert torch.equal(rows[inverse], x)
+def test_plan_knows_padding_and_rows():
+    def plan(ids, shape):
+        return TextPlan(Pack(doc_ids=np.array(ids)), shape, torch.zeros(3, len(ids), dtype=torch.int64), None)
+
+    whole = plan([1, 1, 2, 2], (2, 2))
+    assert whole.padding is None and whole.row_mask is None and not whole.packed
+    rows = plan([1, 1, 0, 0, 2, 2], (2, 3))
+    assert rows.padding.tolist() == [False, False, True, True, False, False] and not rows.packed
+    assert rows.row_mask.tolist() == [[True, True, False], [False, True, True]]
+    several = plan([1, 2, 0], (1, 3))
+    assert several.packed and several.row_mask is None and several.padding.tolist() == [False, False, True]

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import automodel_c
+from automodel_c import _amcore
 from tests.patch import models
 
 
@@ -26,18 +27,20 @@ def test_report_names_every_swap_and_every_rest():
         (f"{layers}.1.self_attn.q_norm", "RMSNorm", "ops.rms_norm"),
         (f"{layers}.0.linear_attn.norm", "gated RMSNorm", "ops.gated_rms_norm"),
         (f"{layers}.3.mlp.shared_expert", "SwiGLU", "ops.swiglu"),
+        (f"{layers}.3.mlp.experts", "routed experts", "ops.moe"),
+        (f"{layers}.3.mlp", "shared expert's gate", "ops.add_shared_expert"),
+        (f"{layers}.2.linear_attn", "gated delta rule", "ops.gated_delta_rule"),
+        (f"{layers}.2.linear_attn", "causal convolution", "ops.causal_conv1d"),
+        (f"{layers}.2.linear_attn", "decay and write gates", "ops.gdn_gate"),
         ("model.visual.blocks.1.attn", "attention", "ops.attention"),
         ("model.visual.blocks.1.attn", "axial RoPE", "ops.vision_rope"),
         ("model.visual.blocks.0.norm2", "LayerNorm", "ops.layer_norm"),
         ("model.visual.blocks.0.mlp.act_fn", "GELU", "ops.gelu, tanh"),
         ("model.visual.merger.act_fn", "GELU", "ops.gelu"),
     } <= set(report.swapped)
-    assert {(path, what) for path, what, _ in report.left} == {
-        *((f"{layers}.{i}.mlp.experts", "routed experts") for i in range(4)),
-        *((f"{layers}.{i}.linear_attn", "gated delta rule, convolution") for i in (0, 2)),
-    }
+    assert {(path, what) for path, what, _ in report.left} == {(f"{layers}.{i}.linear_attn", "generation") for i in (0, 2)}
     table = str(report)
-    assert "model.language_model.layers.*.mlp.experts (4)" in table and "left: there is no operator" in table
+    assert "model.language_model.layers.*.mlp.experts (4)" in table and "left: a cache is filled" in table
 
 
 def test_dense_text_model_and_base_models():
@@ -117,6 +120,10 @@ def test_generation_decodes_as_before(batch):
         ({"attention_dropout": 0.1}, "attention", "attention_dropout is 0.1"),
         ({"vision_heads": 4}, "attention", "head dim 8 has no kernel"),
         ({"hidden_act": "gelu"}, "SwiGLU", "hidden_act is 'gelu'"),
+        ({"hidden_act": "gelu"}, "routed experts", "the experts' activation is GELUActivation"),
+        ({"hidden_act": "gelu"}, "gated delta rule, convolution", "hidden_act is 'gelu'"),
+        ({"linear_key_head_dim": 12}, "gated delta rule, convolution", "key head dim 12 has no kernel"),
+        ({"linear_conv_kernel_dim": 9}, "gated delta rule, convolution", "the convolution has 9 taps"),
     ],
     ids=lambda x: str(x) if isinstance(x, dict) else "",
 )
@@ -135,6 +142,10 @@ def test_refusals(batch):
     automodel_c.patch_transformers(model.model.language_model)
     with pytest.raises(ValueError, match=r"'model.language_model' is patched already"):
         automodel_c.patch_transformers(model)
+    model = models.build(linear_value_head_dim=12)
+    automodel_c.patch_transformers(model)
+    with pytest.raises(NotImplementedError, match="gated delta nets are not swapped"):
+        model(**models.pack([models.document(4, seed=1), models.document(3, seed=2)]))
     model = models.build(head_dim=24)
     automodel_c.patch_transformers(model)
     documents = models.pack([models.document(4, seed=1), models.document(3, seed=2)])
@@ -152,3 +163,46 @@ def test_refusals(batch):
         model(**documents, logits_to_keep=1)
     with pytest.raises(TypeError, match="float64"):
         model.double()(**batch)
+
+
+def test_a_step_runs_the_operators_and_not_transformers_chunks(monkeypatch, batch):
+    model = models.build()
+    automodel_c.patch_transformers(model)
+    called = set()
+
+    def spy(name):
+        original = getattr(_amcore, name)
+
+        def call(*args, **kwargs):
+            called.add(name)
+            return original(*args, **kwargs)
+
+        return call
+
+    names = [f"{op}_{way}" for op in ("gated_delta_rule", "causal_conv1d", "gdn_gate", "moe", "shared_expert")
+             for way in ("forward", "backward")]  # fmt: skip
+    for name in names:
+        monkeypatch.setattr(_amcore, name, spy(name))
+    layer = model.model.language_model.layers[0]
+    for part in (layer.linear_attn, layer.mlp.experts, layer.mlp.gate):
+        monkeypatch.setattr(type(part), "forward", _never)
+    models.run(model, batch)
+    assert called == set(names)
+
+
+def _never(self, *args, **kwargs):
+    raise AssertionError(f"transformers' {type(self).__name__} ran")
+
+
+def test_weights_that_the_operators_do_not_take_are_left():
+    model = models.build()
+    blocks = [layer.mlp for layer in model.model.language_model.layers]
+    blocks[0].experts.down_proj = nn.Parameter(blocks[0].experts.down_proj.detach().transpose(1, 2).contiguous()[:, :3])
+    blocks[1].experts.half()
+    blocks[2].gate.bfloat16()
+    why = {path: why for path, what, why in automodel_c.patch_transformers(model).left if what == "routed experts"}
+    prefix = "model.language_model.layers"
+    assert set(why) == {f"{prefix}.{i}.mlp.experts" for i in range(3)}
+    assert "is no parameter [4, 32, 16]" in why[f"{prefix}.0.mlp.experts"]
+    assert "float16 has no kernel" in why[f"{prefix}.1.mlp.experts"]
+    assert "the router torch.bfloat16" in why[f"{prefix}.2.mlp.experts"]

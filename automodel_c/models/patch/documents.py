@@ -1,13 +1,11 @@
 """Where documents begin and end in a batch as transformers takes it, and what the layers need to know of them."""
 
-import functools
-
 import numpy as np
 import torch
 
 from automodel_c.partition import Pack
 
-CHUNKS = (16, 32, 64)  # tokens that the gated delta rule pads a sequence to a multiple of; transformers' is the last
+PLAN = "amcore_plan"  # the keyword that carries a TextPlan through transformers' code
 
 
 class TextPlan:
@@ -18,45 +16,26 @@ class TextPlan:
         positions: int64 [3, B * L].
         rope: keyword arguments of `ops.mrope`, or None where transformers' cosines are used.
         packed: whether a row of the batch holds more than one document.
-        row_mask: bool [B, L] of real tokens, None when all are.
+        padding: bool [B * L], true for padding, None when there is none.
+        row_mask: bool [B, L] of real tokens where rows hold one document each and some padding, otherwise None.
+        router_logits: whether transformers records the routers' logits.
     """
 
-    def __init__(self, pack, shape, positions, rope):
+    def __init__(self, pack, shape, positions, rope, router_logits=False):
         self.pack, self.shape, self.positions, self.rope = pack, shape, positions, rope
-        _, length = shape
+        self.router_logits = router_logits
+        tokens, length = shape[0] * shape[1], shape[1]
         docs = pack.docs[pack.lengths > 0]
         rows = docs[:, 0] // max(length, 1)
         self.packed = len(np.unique(rows)) < len(rows)
-        self.row_mask = None if self.packed or pack.num_real == shape[0] * length else self._real()
+        self.padding = None if pack.num_real == tokens else ~self._real().to(positions.device)
+        self.row_mask = None if self.packed or self.padding is None else ~self.padding.view(shape)
 
     def _real(self):
         real = np.zeros(self.shape[0] * self.shape[1], dtype=bool)
         for start, end in self.pack.docs.tolist():
             real[start:end] = True
-        return torch.from_numpy(real.reshape(self.shape))
-
-    @functools.cached_property
-    @torch.compiler.disable(recursive=True)
-    def groups(self):
-        """(groups, inverse): for documents that fill equally many chunks of one size, (int64 [n, width] their tokens,
-        shorter ones repeating their last, and that size); int64 [B * L] where a token lies in the rows of all groups
-        laid end to end, padding one past the last of them."""
-        docs = self.pack.docs[self.pack.lengths > 0]
-        lengths = docs[:, 1] - docs[:, 0]
-        sizes = np.array(CHUNKS)[np.searchsorted(CHUNKS[:-1], lengths)]
-        filled = -(-lengths // sizes) * sizes
-        groups, at = [], 0
-        inverse = np.full(self.shape[0] * self.shape[1], -1)
-        for width in np.unique(filled):
-            group, length = docs[filled == width], lengths[filled == width]
-            steps = np.arange(length.max())
-            index = group[:, :1] + np.minimum(steps, length[:, None] - 1)
-            real = steps < length[:, None]
-            inverse[index[real]] = at + np.flatnonzero(real)
-            groups.append((torch.from_numpy(index), int(min(width, CHUNKS[-1]))))
-            at += index.size
-        inverse[inverse < 0] = at
-        return groups, torch.from_numpy(inverse)
+        return torch.from_numpy(real)
 
 
 def find_documents(shape, *, position_ids=None, attention_mask=None, cu_seqlens=None):

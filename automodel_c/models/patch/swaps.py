@@ -1,8 +1,9 @@
 """Which forward replaces which, one function a class of transformers; each fills a Report."""
 
+import torch
 from torch import nn
 
-from . import layers, loss, text, tower
+from . import experts, gated_delta_net, layers, loss, text, tower
 
 _HEAD_DIMS = (16, 32, 64, 72, 80, 128, 256)
 _FAMILIES = ("transformers.models.qwen3_5.", "transformers.models.qwen3_5_moe.")
@@ -21,7 +22,8 @@ def _cannot(module):
         return "its forward is replaced already"
     if any(p.device.type not in ("cpu", "meta") for p in module.parameters(recurse=False)):
         return "the operator runs on the CPU only"
-    return None
+    odd = [p.dtype for p in module.parameters(recurse=False) if p.dtype not in (torch.float32, torch.bfloat16)]
+    return f"{odd[0]} has no kernel, float32 and bfloat16 have" if odd else None
 
 
 def _swap(report, path, module, what, by, function, *, unless=None):
@@ -51,8 +53,29 @@ def _mlp(report, path, module):
     _swap(report, path, module, "SwiGLU", "ops.swiglu", layers.mlp, unless=why)
 
 
-def _experts(report, path, module):
-    report.leave(path, "routed experts", "there is no operator for them yet")
+def _sparse_moe(report, path, module):
+    parts = (module, module.gate, module.experts)
+    why = next(filter(None, map(_cannot, parts)), None) or experts.misfit(module)
+    name = f"{path}.experts".lstrip(".")
+    if why:
+        report.leave(name, "routed experts", why)
+        return
+    report.bind(module, experts.sparse_moe)
+    report.swap(name, "routed experts", "ops.moe")
+    report.swap(path, "shared expert's gate", "ops.add_shared_expert")
+
+
+def _decoder_layer(report, path, module):
+    """Layers with experts that are swapped tell them the padding."""
+    if family_name(module.mlp) != "SparseMoeBlock" or any(map(_cannot, (module.mlp.gate, module.mlp.experts))):
+        return
+    if _cannot(module.mlp) or experts.misfit(module.mlp):
+        return
+    why = _cannot(module)
+    if why:
+        report.leave(path, "padding of the routed experts", why)
+    else:
+        report.bind(module, experts.decoder_layer)
 
 
 def _text_model(report, path, module):
@@ -94,11 +117,18 @@ def _report_rope(report, path, what, by, why):
 
 
 def _gated_delta_net(report, path, module):
-    why = _cannot(module)
-    if not why:
-        report.bind(module, text.gated_delta_net)
-        why = "there is no operator for it yet; a pack runs it document by document"
-    report.leave(path, "gated delta rule, convolution", why)
+    why = _cannot(module) or _cannot(module.conv1d)
+    misfit = why or gated_delta_net.misfit(module)
+    if misfit:
+        if not why:
+            report.bind(module, gated_delta_net.left)
+        report.leave(path, "gated delta rule, convolution", misfit)
+        return
+    report.bind(module, gated_delta_net.gated_delta_net)
+    report.swap(path, "causal convolution", "ops.causal_conv1d")
+    report.swap(path, "decay and write gates", "ops.gdn_gate")
+    report.swap(path, "gated delta rule", "ops.gated_delta_rule")
+    report.leave(path, "generation", "a cache is filled and read by transformers' code, whose versions lay it out")
 
 
 def _tower(report, path, module):
@@ -153,7 +183,8 @@ SWAPS = {
     "RMSNorm": _rms_norm,
     "RMSNormGated": _gated_rms_norm,
     "MLP": _mlp,
-    "Experts": _experts,
+    "SparseMoeBlock": _sparse_moe,
+    "DecoderLayer": _decoder_layer,
     "TextModel": _text_model,
     "VisionModel": _tower,
     "Model": _inner_model,

@@ -1,4 +1,4 @@
-"""Forwards of the text model, its attention and its gated-delta layers; `self` is transformers' module.
+"""Forwards of the text model and its attention; `self` is transformers' module.
 
 Letters: B rows of the batch, L their length, T = B * L tokens, H hidden size.
 """
@@ -9,10 +9,9 @@ import torch
 
 from automodel_c import ops
 
-from .documents import TextPlan, find_documents, three_axes
+from . import gated_delta_net
+from .documents import PLAN, TextPlan, find_documents, three_axes
 from .request import take_request
-
-PLAN = "amcore_plan"
 
 
 def text_model(self, *args, input_ids=None, inputs_embeds=None, position_ids=None, attention_mask=None, **kwargs):
@@ -38,12 +37,12 @@ def text_model(self, *args, input_ids=None, inputs_embeds=None, position_ids=Non
     tokens = input_ids if inputs_embeds is None else inputs_embeds
     if tokens is None:
         raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
-    plan, positions = _plan(self, tokens, position_ids, mask, request.cu_seqlens)
+    router_logits = kwargs.get("output_router_logits", getattr(self.config, "output_router_logits", False))
+    plan, positions = _plan(self, tokens, position_ids, mask, request.cu_seqlens, bool(router_logits))
     kwargs = _without_cache(self, kwargs, plan, cache)
+    kwargs[PLAN] = plan
     if attends_here(self):
-        kwargs[PLAN], attention_mask = plan, None
-    elif plan.packed:
-        raise NotImplementedError("this model's attention is not swapped (see the report): it takes no packs")
+        attention_mask = None
     outputs = type(self).forward(self, **inputs, position_ids=positions, attention_mask=attention_mask, **kwargs)
     if request.keep is not None:
         request.keep.append((outputs[0], plan))
@@ -56,11 +55,22 @@ def attends_here(self):
 
 
 @torch.compiler.disable(recursive=True)  # NumPy on the host
-def _plan(self, tokens, position_ids, mask, cu_seqlens):
+def _plan(self, tokens, position_ids, mask, cu_seqlens, router_logits):
     shape = tuple(tokens.shape[:2])
     deciding, positions = three_axes(position_ids, shape, tokens.device)
     pack = find_documents(shape, position_ids=deciding, attention_mask=mask, cu_seqlens=cu_seqlens)
-    return TextPlan(pack, shape, positions.reshape(3, -1), rope_settings(self.config)[0]), positions
+    plan = TextPlan(pack, shape, positions.reshape(3, -1), rope_settings(self.config)[0], router_logits)
+    if plan.packed:
+        _refuse_packs(self)
+    return plan, positions
+
+
+def _refuse_packs(self):
+    if not attends_here(self):
+        raise NotImplementedError("this model's attention is not swapped (see the report): it takes no packs")
+    mixers = [m.linear_attn for m in self.layers if hasattr(m, "linear_attn")]
+    if not all("_amcore_report" in vars(m) and gated_delta_net.misfit(m) is None for m in mixers):
+        raise NotImplementedError("this model's gated delta nets are not swapped (see the report): it takes no packs")
 
 
 def _refuse_weights(self, kwargs):
@@ -129,27 +139,3 @@ def _transformers_class(module):
 def _heads_first(x, hidden_states):
     """[T, heads, D] as [B, heads, L, D]."""
     return x.view(*hidden_states.shape[:2], *x.shape[1:]).transpose(1, 2)
-
-
-def gated_delta_net(self, hidden_states, *args, **kwargs):
-    """hidden_states [B, L, H] -> [B, L, H]: transformers' layer, on each document of a pack by itself.
-
-    Documents that fill equally many chunks run as one batch, shorter ones padded behind their end, where a causal
-    layer cannot see; padding gets 0. Chunks of short documents are short where transformers lets them be (5.24).
-    """
-    plan = kwargs.pop(PLAN, None)
-    if plan is None:
-        return type(self).forward(self, hidden_states, *args, **kwargs)
-    return _each_document(self, hidden_states, plan, kwargs)
-
-
-@torch.compiler.disable(recursive=True)  # transformers' layer does not compile: softplus's gradient has other strides
-def _each_document(self, hidden_states, plan, kwargs):
-    if not plan.packed:
-        kwargs["attention_mask"] = plan.row_mask
-        return type(self).forward(self, hidden_states, **kwargs)
-    groups, inverse = plan.groups
-    flat = hidden_states.flatten(0, 1)
-    parts = [type(self).forward(self, flat[index], chunk_size=size).flatten(0, 1) for index, size in groups]
-    parts.append(flat.new_zeros(1, flat.shape[1]))
-    return torch.cat(parts)[inverse].view(hidden_states.shape)
