@@ -27,7 +27,7 @@ TORCH = {
     "alias", "expand", "select", "slice", "slice_backward", "split", "split_with_sizes", "squeeze", "unsqueeze",
     "unbind", "permute", "empty", "empty_strided", "zeros", "zeros_like", "new_zeros", "new_empty", "ones_like",
     "full", "fill_", "arange", "scalar_tensor", "lift_fresh", "_local_scalar_dense",
-    "abs", "eq", "ne", "gt", "where", "masked_fill", "bitwise_and", "bitwise_not", "isfinite",  # counts and checks
+    "any", "abs", "eq", "ne", "gt", "where", "masked_fill", "bitwise_and", "bitwise_not", "isfinite",  # checks
     "clamp", "sqrt", "reciprocal",  # of the gradient norm
 }  # fmt: skip
 
