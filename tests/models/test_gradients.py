@@ -51,6 +51,8 @@ def test_auxiliary_loss_is_transformers(tmp_path):
     for seed in range(8):
         options = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
         reference, model = packs.checkpoint(tmp_path / str(seed), "qwen3_5_moe", seed=seed, **options)
+        if reference(**packs.as_row(documents[0])).aux_loss is None:
+            pytest.skip("this version of transformers makes no auxiliary loss where only the configuration asks for it")
         with models.Exact():
             runs["truth"].append(packs.theirs(models.in_float64(reference), documents))
         runs["naive"].append(packs.theirs(reference, documents))
