@@ -9,17 +9,11 @@ import torch
 import automodel_c
 from automodel_c.data.collate import as_images
 from automodel_c.data.positions import media_types
+from tests.models.packs import compare
 from tests.numerics import assert_as_good_as
 from tests.patch import models
 
-SEEDS = range(3)
-
-
-def compare(found, naive, truth, name):
-    """The error rule on each quantity of several runs, stacked."""
-    for key in truth[0]:
-        ours, plain, exact = (torch.stack([run[key] for run in runs]) for runs in (found, naive, truth))
-        assert_as_good_as(ours.float(), plain.float(), exact.double(), name=f"{name}: {key}")
+SEEDS = range(6)
 
 
 @pytest.mark.parametrize(
