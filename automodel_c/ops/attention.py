@@ -6,7 +6,8 @@ import torch
 
 from automodel_c import _amcore
 from automodel_c.ops import _alloc
-from automodel_c.partition import Pack, require_pack, to_device
+from automodel_c.ops._documents import ends_of, pack_of
+from automodel_c.partition import to_device
 
 
 def attention(
@@ -88,21 +89,11 @@ def _documents(q, k, pack, cu_seqlens, cu_seqlens_k, doc_ids):
 
     The third result is both of them and the order of work beside q, for CUDA kernels; None where that is a copy.
     """
-    if sum(x is not None for x in (pack, cu_seqlens, doc_ids)) > 1:
-        raise ValueError("attention: give at most one of pack, cu_seqlens and doc_ids")
-    if cu_seqlens is not None or doc_ids is not None:
-        pack = Pack(cu_seqlens=cu_seqlens, doc_ids=doc_ids)
-    if pack is None:
-        docs = torch.tensor([0, q.shape[0]])
-    else:
-        require_pack("attention", pack)
-        pack.check_tokens(q.shape[0], "attention: q")
-        docs = torch.from_numpy(pack.docs.flatten())
+    pack = pack_of("attention", "q", q.shape[0], pack, cu_seqlens, doc_ids)
+    docs = ends_of(pack, q.shape[0])
     docs_k = None
     if cu_seqlens_k is not None:
-        pack_k = Pack(cu_seqlens=cu_seqlens_k)
-        pack_k.check_tokens(k.shape[0], "attention: k")
-        docs_k = torch.from_numpy(pack_k.docs.flatten())
+        docs_k = ends_of(pack_of("attention", "k", k.shape[0], None, cu_seqlens_k, None), k.shape[0])
     elif k.shape[0] != q.shape[0]:
         if pack is not None:
             raise ValueError(f"attention: k has {k.shape[0]} tokens, q {q.shape[0]}: give cu_seqlens_k")

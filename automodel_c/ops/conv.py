@@ -4,8 +4,8 @@ import torch
 
 from automodel_c import _amcore
 from automodel_c.ops import _alloc
+from automodel_c.ops._documents import ends_of, pack_of
 from automodel_c.ops._library import define, require_tensors
-from automodel_c.partition import Pack, require_pack
 
 
 def causal_conv1d(
@@ -50,22 +50,10 @@ def causal_conv1d(
             f"causal_conv1d: x has {x.ndim} axes and weight has {weight.ndim}, [tokens, channels] and "
             "[channels, width] are needed"
         )
-    docs = _documents(x, pack, cu_seqlens, doc_ids)
+    pack = pack_of("causal_conv1d", "x", x.shape[0], pack, cu_seqlens, doc_ids)
+    docs = ends_of(pack, x.shape[0])
     y, final_state = _conv(x, weight, bias, initial_state, docs, activation is not None, bool(output_final_state))
     return y, final_state if output_final_state else None
-
-
-def _documents(x, pack, cu_seqlens, doc_ids):
-    """Starts and ends of the documents as an int64 [2 N] host tensor."""
-    if sum(value is not None for value in (pack, cu_seqlens, doc_ids)) > 1:
-        raise ValueError("causal_conv1d: give at most one of pack, cu_seqlens and doc_ids")
-    if cu_seqlens is not None or doc_ids is not None:
-        pack = Pack(cu_seqlens=cu_seqlens, doc_ids=doc_ids)
-    if pack is None:
-        return torch.tensor([0, x.shape[0]])
-    require_pack("causal_conv1d", pack)
-    pack.check_tokens(x.shape[0], "causal_conv1d: x")
-    return torch.from_numpy(pack.docs.flatten())
 
 
 def _like(x):

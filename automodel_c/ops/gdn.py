@@ -4,8 +4,8 @@ import torch
 
 from automodel_c import _amcore
 from automodel_c.ops import _alloc
+from automodel_c.ops._documents import ends_of, pack_of
 from automodel_c.ops._library import define, require_tensors
-from automodel_c.partition import Pack, require_pack
 
 _STEP = 1024  # tokens from one kept state to the next
 
@@ -56,7 +56,8 @@ def gated_delta_rule(
     if initial_state is not None:
         tensors["initial_state"] = initial_state
     _check(tensors)
-    docs = _documents(q.shape[0], pack, cu_seqlens, doc_ids)
+    pack = pack_of("gated_delta_rule", "q", q.shape[0], pack, cu_seqlens, doc_ids)
+    docs = ends_of(pack, q.shape[0])
     scale = max(1, q.shape[2]) ** -0.5 if scale is None else float(scale)
     keep = torch.is_grad_enabled() and any(x.requires_grad for x in tensors.values())
     final = bool(output_final_state)
@@ -70,19 +71,6 @@ def _check(tensors):
         ndim = {"g": 2, "beta": 2, "initial_state": 4}.get(name, 3)
         if x.ndim != ndim:
             raise ValueError(f"gated_delta_rule: {name} has {x.ndim} axes, {ndim} are needed")
-
-
-def _documents(tokens, pack, cu_seqlens, doc_ids):
-    """Starts and ends of the documents as an int64 [2 N] host tensor."""
-    if sum(x is not None for x in (pack, cu_seqlens, doc_ids)) > 1:
-        raise ValueError("gated_delta_rule: give at most one of pack, cu_seqlens and doc_ids")
-    if cu_seqlens is not None or doc_ids is not None:
-        pack = Pack(cu_seqlens=cu_seqlens, doc_ids=doc_ids)
-    if pack is None:
-        return torch.tensor([0, tokens])
-    require_pack("gated_delta_rule", pack)
-    pack.check_tokens(tokens, "gated_delta_rule: q")
-    return torch.from_numpy(pack.docs.flatten())
 
 
 def _shapes(q, v, docs, final, keep):
