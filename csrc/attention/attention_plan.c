@@ -175,12 +175,9 @@ am_status attention_plan(const am_attention_args *a, const attention_row *row, b
 
 am_status attention_layout(attention_job *job, const am_tensor *workspace)
 {
-    char *const start = (char *)(((uintptr_t)workspace->data + LINE - 1) / LINE * LINE);
-    const size_t shared = place_shared(job, start), least = shared + job->slots.bytes + LINE;
-    const size_t given = (size_t)workspace->shape[0];
-    AM_CHECK(given >= least, AM_ERR_SHAPE, "attention: workspace has %zu bytes, %zu are needed", given, least);
-    job->slots.base = start + shared;
-    job->slots.n = am_min(AM_MAX_THREADS, (int64_t)((given - shared - LINE) / job->slots.bytes));
+    char *start;
+    AM_TRY(am_slots_lay(&job->slots, "attention", workspace, place_shared(job, NULL), &start));
+    place_shared(job, start);
     am_slots_reset(&job->slots);
     int64_t packed = 0, partial = 0;
     for (int64_t n = 0; n < job->n_docs; n++) {

@@ -174,20 +174,6 @@ static am_status check(const am_conv_args *a, const am_exec *ex)
     return check_outputs(a);
 }
 
-/* The first document that ends after `row`. */
-static int64_t doc_after(const am_i64_array *docs, int64_t row)
-{
-    int64_t low = 0, high = docs->n / 2;
-    while (low < high) {
-        const int64_t middle = low + (high - low) / 2;
-        if (docs->data[2 * middle + 1] > row)
-            high = middle;
-        else
-            low = middle + 1;
-    }
-    return low;
-}
-
 static void clear_rows(const am_tensor *t, const conv_piece *p, int64_t row, int64_t stop)
 {
     for (; row < stop; row++)
@@ -200,7 +186,7 @@ static void walk(conv_piece *p, int64_t row, int64_t stop)
 {
     const am_conv_args *const a = p->a;
     const am_tensor *const out = a->backward ? &a->dx : &a->y;
-    for (p->doc = doc_after(&a->docs, row); p->doc < a->docs.n / 2; p->doc++) {
+    for (p->doc = am_doc_after(&a->docs, row); p->doc < a->docs.n / 2; p->doc++) {
         p->start = a->docs.data[2 * p->doc];
         p->end = a->docs.data[2 * p->doc + 1];
         if (p->start >= stop)

@@ -9,6 +9,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "am_tensor.h"
+
 enum { AM_SLOT_LINE = 64 };
 
 typedef struct am_slots {
@@ -25,6 +27,10 @@ static inline void *am_take(char *base, size_t *at, size_t bytes)
     *at += (bytes + AM_SLOT_LINE - 1) / AM_SLOT_LINE * AM_SLOT_LINE;
     return p;
 }
+
+/* Lays `shared` bytes and as many slots as there is room for (at most AM_MAX_THREADS) out in the workspace: the shared
+ * part begins at *start. `bytes` is set; a workspace is one line longer than what lies in it. */
+am_status am_slots_lay(am_slots *slots, const char *name, const am_tensor *workspace, size_t shared, char **start);
 
 void am_slots_reset(am_slots *slots); /* all free */
 

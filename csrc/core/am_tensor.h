@@ -48,6 +48,20 @@ typedef struct am_i64_array {
     bool present;
 } am_i64_array;
 
+/* Of documents, [2 n] starts and stops in ascending order: the first that ends after `row`. */
+static inline int64_t am_doc_after(const am_i64_array *docs, int64_t row)
+{
+    int64_t low = 0, high = docs->n / 2;
+    while (low < high) {
+        const int64_t middle = low + (high - low) / 2;
+        if (docs->data[2 * middle + 1] > row)
+            high = middle;
+        else
+            low = middle + 1;
+    }
+    return low;
+}
+
 typedef struct am_f64_array {
     const double *data; /* host copy; NULL when absent or empty */
     int64_t n;

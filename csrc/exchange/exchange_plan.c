@@ -105,20 +105,6 @@ static void sort_chunks(exchange_map *map)
             map->chunk_at[map->rank_chunks[i]] = (i - map->first_chunk[r]) * map->chunk_rows;
 }
 
-/* The first document that ends after `row`. */
-static int64_t first_doc(const am_i64_array *docs, int64_t row)
-{
-    int64_t low = 0, high = docs->n / 2;
-    while (low < high) {
-        const int64_t middle = low + (high - low) / 2;
-        if (docs->data[2 * middle + 1] > row)
-            high = middle;
-        else
-            low = middle + 1;
-    }
-    return low;
-}
-
 static void cut_pieces(exchange_map *map)
 {
     const am_exchange_plan_args *const a = map->a;
@@ -126,7 +112,7 @@ static void cut_pieces(exchange_map *map)
         map->first_piece[r] = map->n_pieces;
         for (int64_t i = map->first_chunk[r]; i < map->first_chunk[r + 1]; i++) {
             const int64_t chunk = map->rank_chunks[i] * map->chunk_rows, stop = chunk + map->chunk_rows;
-            for (int64_t d = first_doc(&a->docs, chunk); d < a->docs.n / 2 && exchange_start(map, d) < stop; d++) {
+            for (int64_t d = am_doc_after(&a->docs, chunk); d < a->docs.n / 2 && exchange_start(map, d) < stop; d++) {
                 const int64_t begin = exchange_max(chunk, exchange_start(map, d));
                 const int64_t end = exchange_min(stop, exchange_stop(map, d));
                 if (begin >= end)

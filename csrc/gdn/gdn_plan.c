@@ -139,12 +139,9 @@ am_status gdn_plan(const am_gdn_args *a, const gdn_row *row, bool backward, gdn_
 
 am_status gdn_layout(gdn_job *job, const am_tensor *workspace)
 {
-    char *const start = (char *)(((uintptr_t)workspace->data + AM_SLOT_LINE - 1) / AM_SLOT_LINE * AM_SLOT_LINE);
-    const size_t shared = place_shared(job, start), least = shared + job->slots.bytes + AM_SLOT_LINE;
-    const size_t given = (size_t)workspace->shape[0];
-    AM_CHECK(given >= least, AM_ERR_SHAPE, "gated_delta_rule: workspace has %zu bytes, %zu are needed", given, least);
-    job->slots.base = start + shared;
-    job->slots.n = am_min(AM_MAX_THREADS, (int64_t)((given - shared - AM_SLOT_LINE) / job->slots.bytes));
+    char *start;
+    AM_TRY(am_slots_lay(&job->slots, "gated_delta_rule", workspace, place_shared(job, NULL), &start));
+    place_shared(job, start);
     am_slots_reset(&job->slots);
     int64_t kept = 0;
     for (int64_t d = 0; d < job->n_docs; d++) {

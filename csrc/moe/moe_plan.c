@@ -1,6 +1,5 @@
 #include "moe_plan.h"
 
-#include <sched.h>
 #include <string.h>
 
 #include "am_pool.h"
@@ -8,13 +7,6 @@
 enum { LINE = 64, CLASSES = 256, WORD = 4 };
 
 static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
-
-static void *take(char *base, size_t *at, int64_t bytes)
-{
-    void *const p = base ? base + *at : NULL;
-    *at += ((size_t)bytes + LINE - 1) / LINE * LINE;
-    return p;
-}
 
 static int64_t depth_of(const moe_row *row, int64_t elements)
 {
@@ -75,12 +67,12 @@ static size_t place_buffers(const moe_job *job, char *base, moe_buffers *b)
         sums = larger(sums, MOE_GROUP * am_round_up(job->experts, nr));
     }
     size_t at = 0;
-    b->left = take(base, &at, left * WORD);
-    b->right = take(base, &at, right * WORD);
-    b->c = take(base, &at, sums * WORD);
+    b->left = am_take(base, &at, left * WORD);
+    b->right = am_take(base, &at, right * WORD);
+    b->c = am_take(base, &at, sums * WORD);
     for (int i = 0; i < 4; i++)
-        b->line[i] = take(base, &at, job->line * (int64_t)sizeof(float));
-    b->picks = take(base, &at, job->top_k * (int64_t)sizeof *b->picks);
+        b->line[i] = am_take(base, &at, job->line * (int64_t)sizeof(float));
+    b->picks = am_take(base, &at, job->top_k * (int64_t)sizeof *b->picks);
     return at;
 }
 
@@ -89,25 +81,25 @@ static size_t place_shared(moe_job *job, char *base)
 {
     const int64_t pairs = job->tokens * job->top_k, rows = pairs + MOE_GROUP, wide = sizeof(int64_t);
     size_t at = 0;
-    job->real = take(base, &at, job->tokens * wide);
-    job->offset = take(base, &at, (job->experts + 1) * wide);
-    job->order = take(base, &at, job->experts * wide);
-    job->token = take(base, &at, pairs * wide);
-    job->pair = take(base, &at, pairs * wide);
-    job->place = take(base, &at, pairs * wide);
-    job->tasks = take(base, &at, most_tasks(job) * (int64_t)sizeof *job->tasks);
-    job->busy = take(base, &at, AM_MAX_THREADS * (int64_t)sizeof *job->busy);
-    job->act = take(base, &at, rows * job->depth_i * WORD);
+    job->real = am_take(base, &at, job->tokens * wide);
+    job->offset = am_take(base, &at, (job->experts + 1) * wide);
+    job->order = am_take(base, &at, job->experts * wide);
+    job->token = am_take(base, &at, pairs * wide);
+    job->pair = am_take(base, &at, pairs * wide);
+    job->place = am_take(base, &at, pairs * wide);
+    job->tasks = am_take(base, &at, most_tasks(job) * (int64_t)sizeof *job->tasks);
+    job->slots.busy = am_take(base, &at, AM_MAX_THREADS * (int64_t)sizeof *job->slots.busy);
+    job->act = am_take(base, &at, rows * job->depth_i * WORD);
     if (job->backward) {
-        job->dproducts = take(base, &at, rows * job->depth_2i * WORD);
-        job->dweight = take(base, &at, pairs * moe_blocks(job->inner, job->pair_columns) * WORD);
-        job->dlogits = take(base, &at, (job->tokens + MOE_GROUP) * job->depth_e * WORD);
+        job->dproducts = am_take(base, &at, rows * job->depth_2i * WORD);
+        job->dweight = am_take(base, &at, pairs * moe_blocks(job->inner, job->pair_columns) * WORD);
+        job->dlogits = am_take(base, &at, (job->tokens + MOE_GROUP) * job->depth_e * WORD);
     } else {
-        job->router = take(base, &at, am_round_up(job->experts, job->row->nr) * job->depth_h * WORD);
-        job->partial = take(base, &at, moe_blocks(job->tokens, MOE_GROUP) * job->experts * (int64_t)sizeof(double));
+        job->router = am_take(base, &at, am_round_up(job->experts, job->row->nr) * job->depth_h * WORD);
+        job->partial = am_take(base, &at, moe_blocks(job->tokens, MOE_GROUP) * job->experts * (int64_t)sizeof(double));
     }
     if (job->a->hidden.dtype != AM_F32)
-        job->sum = take(base, &at, job->tokens * job->hidden * (int64_t)sizeof(float));
+        job->sum = am_take(base, &at, job->tokens * job->hidden * (int64_t)sizeof(float));
     return at;
 }
 
@@ -129,9 +121,9 @@ void moe_plan(const am_moe_args *a, const moe_row *row, bool backward, moe_job *
         job->grad_columns /= 2;
     job->line = am_round_up(larger(job->experts, job->pair_columns), LINE);
     moe_buffers unused;
-    job->slot_bytes = place_buffers(job, NULL, &unused);
-    job->n_slots = am_num_threads();
-    *bytes = place_shared(job, NULL) + (size_t)job->n_slots * job->slot_bytes + LINE; /* LINE: to align the start */
+    job->slots.bytes = place_buffers(job, NULL, &unused);
+    job->slots.n = am_num_threads();
+    *bytes = place_shared(job, NULL) + (size_t)job->slots.n * job->slots.bytes + LINE; /* LINE: to align the start */
 }
 
 static void list_real(moe_job *job)
@@ -145,13 +137,10 @@ static void list_real(moe_job *job)
 
 am_status moe_layout(moe_job *job, const am_tensor *workspace)
 {
-    char *const start = (char *)(((uintptr_t)workspace->data + LINE - 1) / LINE * LINE);
-    const size_t shared = place_shared(job, start), least = shared + job->slot_bytes + LINE;
-    const size_t given = (size_t)workspace->shape[0];
-    AM_CHECK(given >= least, AM_ERR_SHAPE, "moe: workspace has %zu bytes, %zu are needed", given, least);
-    job->slots = start + shared;
-    job->n_slots = am_min(AM_MAX_THREADS, (int64_t)((given - shared - LINE) / job->slot_bytes));
-    memset(job->busy, 0, AM_MAX_THREADS * sizeof *job->busy);
+    char *start;
+    AM_TRY(am_slots_lay(&job->slots, "moe", workspace, place_shared(job, NULL), &start));
+    place_shared(job, start);
+    am_slots_reset(&job->slots);
     list_real(job);
     return AM_OK;
 }
@@ -265,27 +254,17 @@ typedef struct pass {
     moe_fn fn;
 } pass;
 
-/* A slot is held for one chunk of the list; when the pool has grown since the plan, threads wait for one. */
-static int64_t claim(moe_job *job)
-{
-    for (;;) {
-        for (int64_t i = 0; i < job->n_slots; i++)
-            if (!atomic_flag_test_and_set_explicit(&job->busy[i], memory_order_acquire))
-                return i;
-        sched_yield();
-    }
-}
-
 static void run_range(int64_t begin, int64_t end, void *context)
 {
     const pass *const p = context;
     moe_job *const job = p->job;
-    const int64_t slot = claim(job);
+    char *memory;
+    const int64_t slot = am_slots_claim(&job->slots, &memory);
     moe_buffers buffers;
-    place_buffers(job, job->slots + (size_t)slot * job->slot_bytes, &buffers);
+    place_buffers(job, memory, &buffers);
     for (int64_t i = begin; i < end; i++)
         p->fn(job, &job->tasks[i], &buffers);
-    atomic_flag_clear_explicit(&job->busy[slot], memory_order_release);
+    am_slots_release(&job->slots, slot);
 }
 
 void moe_run(moe_job *job, moe_kind kind)

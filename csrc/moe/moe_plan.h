@@ -11,9 +11,8 @@
 #ifndef AM_MOE_PLAN_H
 #define AM_MOE_PLAN_H
 
-#include <stdatomic.h>
-
 #include "am_product.h"
+#include "am_slots.h"
 #include "moe.h"
 
 enum {
@@ -83,10 +82,8 @@ struct moe_job {
     float *dweight;  /* backward: [rows, blocks of I] parts of the routing weights' gradients */
     void *dlogits;   /* backward: [n_real, depth_e] words */
     float *sum;      /* [T, H]: the result itself where it is float32 */
-    char *slots;     /* scratch of the tasks that run at one time */
-    atomic_flag *busy;
-    int64_t n_slots, n_tasks;
-    size_t slot_bytes;
+    am_slots slots;  /* scratch of the tasks that run at one time */
+    int64_t n_tasks;
 };
 
 /* Sizes everything; the sum is workspace bytes for as many tasks at one time as there are threads. */
