@@ -1,11 +1,14 @@
-"""The command line: automodel-c train | plan | doctor."""
+"""The command line: automodel-c train | export | plan | bench | doctor."""
 
 import argparse
 import os
+import subprocess
 import sys
+from pathlib import Path
 
 from . import __version__
 from .diagnosis import doctor, report
+from .keys import check_known
 
 USAGE_ERROR = 2
 _TRAIN_MODULES = ("torch", "transformers", "safetensors", "yaml", "tqdm", "PIL", "matplotlib", "sklearn", "tokenizers")
@@ -32,19 +35,30 @@ def main(argv=None):
 def _parser():
     parser = argparse.ArgumentParser(prog="automodel-c", description="Fine-tune Qwen3.5 vision-language models.")
     parser.add_argument("--version", action="version", version=f"automodel-c {__version__}")
-    verbs = parser.add_subparsers(required=True, metavar="train | plan | doctor")
+    verbs = parser.add_subparsers(required=True, metavar="train | export | plan | bench | doctor")
     train = verbs.add_parser("train", help="train by a recipe", description="Trains by a recipe (YAML).")
     train.add_argument("recipe", help="a YAML file, such as examples/digits.yaml")
     train.add_argument("overrides", nargs="*", metavar="key=value", help="recipe keys to set: optimizer.lr=1e-3")
     train.add_argument("--nproc", type=_positive, metavar="N", help="start so many ranks on this machine with torchrun")
     train.add_argument("--check", action="store_true", help="read the recipe and build everything, but do not train")
     train.set_defaults(run=_train)
+    export = verbs.add_parser("export", help="write a checkpoint's model for Hugging Face", description=_EXPORT)
+    export.add_argument("recipe", help="the YAML file that the run was started with")
+    export.add_argument("checkpoint", metavar="step_folder", help="such as runs/digits/checkpoints/step_150")
+    export.add_argument("folder", help="the directory to write: safetensors, config.json, the processor's files")
+    export.add_argument("overrides", nargs="*", metavar="key=value", help="recipe keys to set, as the run had them")
+    export.set_defaults(run=_export)
     _add_plan(verbs.add_parser("plan", help="say how context parallelism would spread a pack", description=_PLAN))
+    bench = verbs.add_parser("bench", help="time operators beside their peers", description=_BENCH)
+    bench.add_argument("names", nargs="*", metavar="name", help="such as attention or step; none: list them")
+    bench.set_defaults(run=_bench)
     doctor = verbs.add_parser("doctor", help="say what is installed")
     doctor.set_defaults(run=_doctor)
     return parser
 
 
+_EXPORT = "Writes the model of a training checkpoint as a directory that transformers and models.qwen3_5.load read."
+_BENCH = "Runs benchmarks of a source checkout: each checks every contestant, then times them interleaved."
 _PLAN = "Plans the attention of one pack over ranks: who computes what, what travels, and why rows migrate or stay."
 
 
@@ -117,6 +131,41 @@ def _train_here(recipe, check):
         train(recipe, check=check)
     except UsageError as error:
         return _complain(error)
+    return 0
+
+
+def _export(arguments):
+    from .recipes.config import RecipeError, load_recipe
+
+    overrides = [*arguments.overrides, f"checkpoint.restore_from={arguments.checkpoint}"]
+    try:
+        recipe = load_recipe(arguments.recipe, overrides)
+        from .recipes.export import export
+
+        export(recipe, arguments.folder)
+    except (RecipeError, NotImplementedError, ValueError) as error:
+        return _complain(error)
+    print(f"wrote {arguments.folder}")
+    return 0
+
+
+def _bench(arguments):
+    root = Path(__file__).parents[1]
+    files = {p.stem.removeprefix("bench_"): p for p in sorted((root / "benchmarks").glob("*/bench_*.py"))}
+    if not files:
+        return _complain("the benchmarks come with the source: run this in a checkout installed with pip install -e")
+    try:
+        for name in arguments.names:
+            check_known(name, files)
+    except ValueError as error:
+        return _complain(error)
+    if not arguments.names:
+        print("\n".join(files))
+    for name in arguments.names:
+        module = ".".join(files[name].relative_to(root).with_suffix("").parts)
+        done = subprocess.run([sys.executable, "-m", module], cwd=root, check=False)
+        if done.returncode:
+            return done.returncode
     return 0
 
 

@@ -7,7 +7,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 
 from .runtime import rng_state, set_rng_state
 
@@ -59,7 +65,7 @@ def load_checkpoint(folder, model, optimizer, runtime, *, data):
     rank = str(runtime.rank)
     if any(key.startswith(f"rng.{rank}.") for key in saved):
         state["rng"] = {rank: rng_state(runtime.device)}
-    dcp.load(state, storage_reader=reader)
+    _read(state, reader, folder)
     settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     for group, now in zip(optimizer.param_groups, settings, strict=True):
@@ -72,6 +78,26 @@ def load_checkpoint(folder, model, optimizer, runtime, *, data):
                 f"checkpoint.restore_from={str(folder)!r}: {key} was {int(state['progress'][key])}, is {int(wanted)}"
             )
     return step
+
+
+def load_model(folder, model):
+    """Restores only the model of what save_checkpoint wrote into `folder`; call it on every rank.
+
+    ValueError when it is no whole checkpoint, or not one of this model.
+    """
+    checkpoint_step(folder)
+    state = {"model": get_model_state_dict(model)}
+    _read(state, dcp.FileSystemReader(folder), folder)
+    set_model_state_dict(model, state["model"])
+
+
+def _read(state, reader, folder):
+    """Fills `state`. ValueError names what the folder lacks, or holds in another shape."""
+    try:
+        dcp.load(state, storage_reader=reader)
+    except CheckpointException as error:
+        reason = next(iter(error.failures.values()))[0]
+        raise ValueError(f"checkpoint.restore_from={str(folder)!r} is not of this model: {reason}") from error
 
 
 def _progress(step, data):

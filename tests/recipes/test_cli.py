@@ -34,6 +34,9 @@ def _refused(capsys, *arguments):
         (["train", DIGITS, "--fast"], "unrecognized arguments: --fast"),
         (["train", DIGITS, "--nproc", "2", "seeed=1"], "unknown key seeed; the nearest known key is seed"),
         (["train", DIGITS, "distributed.tp_size=2"], "distributed.tp_size=2 is not supported yet"),
+        (["export", DIGITS, "runs"], "required: folder"),
+        (["export", DIGITS, "runs", "hf"], "checkpoint.restore_from='runs': expected a folder called step_<n>"),
+        (["bench", "atention"], "unknown key atention; the nearest known key is attention"),
         (["plan", "--lengths", "8", "--ranks", "2"], "required: --explain"),
         (
             ["plan", "--explain", "--lengths", "8,4x", "--ranks", "2"],
@@ -44,6 +47,20 @@ def _refused(capsys, *arguments):
 )
 def test_main_usage_error(capsys, arguments, message):
     assert message in _refused(capsys, *arguments)
+
+
+def test_bench_lists_and_runs(capsys, monkeypatch):
+    """Names come from the files; each runs as a module of its own, until one fails."""
+    assert main(["bench"]) == 0
+    names = capsys.readouterr().out.split()
+    assert {"adam", "attention", "partition", "step"} <= set(names)
+    ran = []
+    monkeypatch.setattr(
+        "automodel_c.cli.subprocess.run",
+        lambda command, **_: (ran.append(command[1:]), subprocess.CompletedProcess(command, len(ran) // 2))[1],
+    )
+    assert main(["bench", "step", "adam", "gdn"]) == 1
+    assert ran == [["-m", "benchmarks.recipes.bench_step"], ["-m", "benchmarks.ops.bench_adam"]]
 
 
 def test_plan_explains_a_pack(capsys):

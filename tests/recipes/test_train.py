@@ -142,6 +142,22 @@ def test_train_from_export(finished, tiny, tmp_path, capsys):
     assert "recipe is fine" in capsys.readouterr().out
 
 
+def test_export_of_a_checkpoint(finished, tiny, tmp_path, capsys):
+    """`automodel-c export` writes what the run itself exported; another model's checkpoint is one line of complaint."""
+    from automodel_c.cli import main
+
+    step = str(finished[0] / "checkpoints" / "step_6")
+    assert main(["export", DIGITS, step, str(tmp_path / "hf"), *tiny]) == 0
+    assert capsys.readouterr().out == f"wrote {tmp_path / 'hf'}\n"
+    for path in (finished[0] / "hf").iterdir():
+        assert (tmp_path / "hf" / path.name).read_bytes() == path.read_bytes(), path.name
+    for verb, more in (("export", [step, str(tmp_path / "other")]), ("train", [f"checkpoint.restore_from={step}"])):
+        wider = [*more, *tiny, "model.config.text_config.hidden_size=64", f"output_dir={tmp_path}/run"]
+        assert main([verb, DIGITS, *wider]) == 2
+        assert f"checkpoint.restore_from='{step}' is not of this model" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
+
+
 @pytest.mark.parametrize("name", ["step_3", "epoch_3", "step_x"])
 def test_checkpoint_step_refuses(tmp_path, name):
     (tmp_path / name).mkdir()

@@ -1,0 +1,29 @@
+"""The model of a checkpoint as a Hugging Face directory: what `automodel-c export` runs."""
+
+from pathlib import Path
+
+from ..models.build import build_model
+from ..models.export import export_hf
+from ..models.parallelize import parallelize_qwen3_5
+from .checkpoint import load_model
+from .runtime import seed_model, start_ranks
+from .targets import resolve
+
+
+def export(recipe, folder):
+    """Writes the model of the step folder `recipe.checkpoint.restore_from`, made by a run of `recipe`, to `folder`.
+
+    recipe: schema.Recipe. Any number of ranks may have written the checkpoint, any number may read it; rank 0 writes.
+    ValueError when restore_from is no whole checkpoint, or not one of this recipe's model.
+    """
+    with start_ranks(recipe) as runtime:
+        seed_model(recipe)
+        model, processor = build_model(
+            recipe.model,
+            recipe.processor,
+            resolve("model", recipe.model._target_),
+            resolve("processor", recipe.processor._target_),
+        )
+        model = parallelize_qwen3_5(model, runtime.mesh)
+        load_model(recipe.checkpoint.restore_from, model)
+        export_hf(model, processor, Path(folder))
