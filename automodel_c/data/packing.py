@@ -104,6 +104,11 @@ class PackedDataset(Dataset):
         return build_pack([self.dataset[i] for i in self.packs[index]])
 
     @property
+    def samples_per_pack(self):
+        """How many samples a pack holds on average, rounded down."""
+        return sum(map(len, self.packs)) // len(self.packs)
+
+    @property
     def fill(self):
         """Share of the packs' capacity that holds tokens."""
         return self.tokens / (self.capacity * len(self.packs))

@@ -8,7 +8,7 @@ def check_batch_sizes(global_batch_size, local_batch_size, dp_size):
     if global_batch_size % (local_batch_size * dp_size):
         raise ValueError(
             f"step_scheduler.global_batch_size={global_batch_size} is no multiple of"
-            f" local_batch_size * ranks = {local_batch_size} * {dp_size}"
+            f" local_batch_size * dp_size = {local_batch_size} * {dp_size}"
         )
 
 

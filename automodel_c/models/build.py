@@ -66,13 +66,13 @@ def _check_keys(mapping):
             check_known(key, known, f"model.config.{where}")
 
 
-def build_model(section, processor_section, how, processor_how):
+def build_model(section, processor_section, how, processor_how, *, cp=None, frame_sharding=None):
     """(model, Processor) for a recipe's `model` and `processor` sections (schema.Model, schema.Processor).
 
     how, processor_how: what their `_target_` means. section.operators: "automodel_c" is our own definition, "patched"
-    transformers' on our operators, "transformers" transformers' as it comes. Weights from configuration are drawn from
-    torch's generator, so ranks that seed alike start alike. The model is on the CPU in fp32: what FSDP2 shards are the
-    masters.
+    transformers' on our operators, "transformers" transformers' as it comes. cp, frame_sharding: as qwen3_5.load takes
+    them, for our own. Weights from configuration are drawn from torch's generator, so ranks that seed alike start
+    alike. The model is on the CPU in fp32: what FSDP2 shards are the masters.
     """
     processor = _processor(section, processor_section, how, processor_how)
     folder = None if how == "from_config" else _directory(section, "model")
@@ -83,17 +83,17 @@ def build_model(section, processor_section, how, processor_how):
         for name in ("text_config", "vision_config"):
             _override(getattr(config, name), getattr(section, name) or {}, f"model.{name}.")
     if section.operators == "automodel_c":
-        return _own(folder, config), processor
+        return _own(folder, config, cp=cp, frame_sharding=frame_sharding), processor
     model = _transformers(folder, config, section.attn_implementation)
     if section.operators == "patched":
         patch_transformers(model)
     return model, processor
 
 
-def _own(folder, config):
+def _own(folder, config, **options):
     if folder is None:
-        return qwen3_5.load(config, dtype=torch.float32)
-    return qwen3_5.load(folder, config=config, dtype=torch.float32)
+        return qwen3_5.load(config, dtype=torch.float32, **options)
+    return qwen3_5.load(folder, config=config, dtype=torch.float32, **options)
 
 
 def _transformers(folder, config, attn_implementation):

@@ -16,6 +16,7 @@ from .targets import check_targets
 _NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)
 _BACKENDS = ("gloo", "nccl", "cpu:gloo,cuda:nccl")
 _OPERATORS = ("automodel_c", "patched", "transformers")
+_FRAMES = "distributed.multimodal.vision.frame_sharding"
 _MAY_BE_INFINITE = "clip_grad_norm.max_norm"
 _LEAST = {
     **dict.fromkeys(
@@ -28,6 +29,8 @@ _LEAST = {
             "step_scheduler.val_every_steps",
             "step_scheduler.gc_every_steps",
             "checkpoint.max_recent_checkpoints",
+            "distributed.dp_size",
+            "distributed.cp_size",
             "lr_scheduler.lr_decay_steps",
             "dataset.limit",
             "validation_dataset.limit",
@@ -226,12 +229,43 @@ def _check_choices(recipe):
             f"model.operators: expected {', '.join(map(repr, _OPERATORS[:-1]))} or {_OPERATORS[-1]!r},"
             f" found {recipe.model.operators!r}"
         )
-    if recipe.model.operators == "transformers":
-        for key, needs in {
-            "packed_sequence.enabled": recipe.packed_sequence.enabled,
-            "loss_fn._target_": recipe.loss_fn._target_.endswith("FusedLinearCrossEntropy"),
-        }.items():
-            if needs:
-                raise RecipeError(f"{key} needs model.operators: automodel_c or patched")
+    _check_operators(recipe)
+    _check_frame_sharding(recipe)
     if len(recipe.optimizer.betas) != 2:
         raise RecipeError(f"optimizer.betas: expected two numbers, found {recipe.optimizer.betas!r}")
+
+
+def _check_operators(recipe):
+    frames = f"{_FRAMES}.enabled"
+    ours = {
+        f"distributed.cp_size={recipe.distributed.cp_size}": (recipe.distributed.cp_size or 1) > 1,
+        frames: recipe.distributed.multimodal.vision.frame_sharding.enabled,
+    }
+    packs = {
+        "packed_sequence.enabled": recipe.packed_sequence.enabled,
+        "loss_fn._target_": recipe.loss_fn._target_.endswith("FusedLinearCrossEntropy"),
+    }
+    for keys, operators in ((ours, _OPERATORS[:1]), (packs, _OPERATORS[:2])):
+        for key, needs in keys.items():
+            if needs and recipe.model.operators not in operators:
+                raise RecipeError(f"{key} needs model.operators: {' or '.join(operators)}")
+
+
+def _check_frame_sharding(recipe):
+    from automodel_c.parallel.frame_plan import FrameSharding
+
+    try:
+        sharding = FrameSharding.from_mapping(frame_sharding(recipe.distributed))
+    except (TypeError, ValueError) as error:
+        raise RecipeError(f"{_FRAMES.removesuffix('frame_sharding')}{error}") from None
+    if sharding.enabled and list(sharding.mesh_dims) != ["cp"] and not recipe.freeze_config.freeze_vision_tower:
+        raise RecipeError(
+            f"{_FRAMES}.mesh_dims={list(sharding.mesh_dims)} needs freeze_config.freeze_vision_tower: tensor-parallel"
+            " ranks would count the gradients of a tower that trains twice"
+        )
+
+
+def frame_sharding(section):
+    """The frame_sharding mapping of qwen3_5.load that a schema.Distributed section asks for."""
+    found = dataclasses.asdict(section.multimodal.vision.frame_sharding)
+    return {**found, "mesh_dims": ["cp"] if found["mesh_dims"] is None else found["mesh_dims"]}

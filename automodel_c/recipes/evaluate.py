@@ -41,21 +41,24 @@ class Evaluation:
 def evaluate(model, dataset, processor, *, batch_size, runtime):
     """Reads every sample of `dataset` once, over all ranks. Returns the same Evaluation everywhere.
 
+    batch_size: samples of one forward, which the ranks of a "cp" group share.
+
     A conversation counts as right when the model's first choice is right at every token of its answers, each after
     the right beginning: just then greedy decoding writes the whole answer. Every rank runs the same number of
-    forwards; a rank without a sample left runs the first one and counts nothing.
+    forwards; a rank without a sample left runs the first one and counts nothing, and of ranks that share a forward
+    one counts.
     """
     calls = calls_of(model)
     model.eval()
     counts = torch.zeros(2, len(KINDS), dtype=torch.float64, device=runtime.device)
     losses = torch.zeros(2, dtype=torch.float64, device=runtime.device)
     with torch.no_grad():
-        for first in range(0, len(dataset), batch_size * runtime.world):
-            start = first + batch_size * runtime.rank
+        for first in range(0, len(dataset), batch_size * runtime.dp_size):
+            start = first + batch_size * runtime.dp_rank
             indices = range(start, min(start + batch_size, len(dataset)))
             samples = [dataset[i] for i in indices or [0]]
             answers = calls.answers(model, calls.collate(samples, processor), runtime.device)
-            if indices:
+            if indices and runtime.speaks:
                 right, loss = _score(*answers, len(samples))
                 kinds = torch.nn.functional.one_hot(_kinds(samples), len(KINDS)).to(counts)
                 counts += torch.stack([right.to(counts) @ kinds, kinds.sum(0)])

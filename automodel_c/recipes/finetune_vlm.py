@@ -11,26 +11,24 @@ from torch.utils.data import DataLoader
 from transformers.utils import logging as transformers_logging
 
 from ..data.build import build_dataset, prepare_data
-from ..data.packing import build_packs
+from ..data.packing import PackedDataset, build_packs
 from ..data.sampler import GlobalBatchSampler, check_batch_sizes
 from ..models.build import as_dtype, build_model, freeze
 from ..models.export import export_hf
 from ..models.parallelize import parallelize_qwen3_5
+from ..parallel import ContextParallel
 from . import parts
 from .calls import calls_of
 from .checkpoint import load_checkpoint, save_checkpoint
+from .config import frame_sharding
 from .evaluate import evaluate
 from .metrics import MetricsLog, Progress, memory_gib
 from .plots import draw_curves
-from .runtime import seed_model, seed_training, start_ranks
+from .runtime import UsageError, seed_model, seed_training, start_ranks
 from .schedule import LrSchedule
 from .schema import Recipe
 from .step import train_step
 from .targets import resolve
-
-
-class UsageError(Exception):
-    """The recipe cannot be carried out as written; the message names the key."""
 
 
 @dataclass
@@ -93,17 +91,16 @@ def build(recipe, runtime):
 
     ValueError and NotImplementedError name the key that does not fit the data, the model or the number of ranks.
     """
-    wanted = recipe.distributed.dp_size
-    if wanted not in (None, runtime.world):
-        raise ValueError(f"distributed.dp_size={wanted}, but {runtime.world} ranks were started")
     steps = recipe.step_scheduler
-    check_batch_sizes(steps.global_batch_size, steps.local_batch_size, runtime.world)
+    check_batch_sizes(steps.global_batch_size, steps.local_batch_size, runtime.dp_size)
     seed_model(recipe)
     model, processor = build_model(
         recipe.model,
         recipe.processor,
         resolve("model", recipe.model._target_),
         resolve("processor", recipe.processor._target_),
+        cp=ContextParallel(runtime.mesh.get_group("cp")),
+        frame_sharding=frame_sharding(recipe.distributed),
     )
     dataset, held_out = _build_data(recipe, processor, runtime)
     model = _shard(recipe, model.to(runtime.device), runtime)
@@ -135,10 +132,11 @@ def data_order(recipe, samples):
 
 def describe(run):
     """One line about what is going to be trained."""
-    parameters = sum(p.numel() for p in run.model.parameters())
+    parameters, runtime = sum(p.numel() for p in run.model.parameters()), run.runtime
+    shape = "" if runtime.cp_size == 1 else f" (dp {runtime.dp_size} x cp {runtime.cp_size})"
     return (
         f"{parameters:,} parameters, {len(run.dataset):,} samples, {run.sampler.steps} steps of"
-        f" {run.sampler.microbatches} microbatches on {run.runtime.world} ranks"
+        f" {run.sampler.microbatches} microbatches on {runtime.world} ranks{shape}"
     )
 
 
@@ -181,8 +179,8 @@ def _sampler(recipe, samples, runtime, first_step):
         samples,
         global_batch_size=steps.global_batch_size,
         local_batch_size=steps.local_batch_size,
-        dp_rank=runtime.rank,
-        dp_size=runtime.world,
+        dp_rank=runtime.dp_rank,
+        dp_size=runtime.dp_size,
         seed=recipe.seed,
         shuffle=recipe.dataloader.shuffle,
         max_steps=steps.max_steps,
@@ -269,9 +267,8 @@ def _step(run, step, batches):
         batches,
         lr=run.schedule(step),
         max_norm=recipe.clip_grad_norm.max_norm,
-        device=run.runtime.device,
+        runtime=run.runtime,
         per_microbatch=recipe.pipeline.reduce_grad_per_microbatch,
-        world=run.runtime.world,
         fused=resolve("loss_fn", recipe.loss_fn._target_) == "fused_linear",
     )
 
@@ -319,11 +316,17 @@ def _evaluate(run, step, logs):
         run.held_out,
         run.processor,
         runtime=run.runtime,
-        batch_size=run.recipe.step_scheduler.local_batch_size,
+        batch_size=_held_out_batch(run),
     )
     if run.runtime.is_main:
         logs[1].append({"step": step, **evaluation.row()})
     return evaluation
+
+
+def _held_out_batch(run):
+    """Conversations of one forward: about as many as a microbatch of training holds."""
+    each = run.dataset.samples_per_pack if isinstance(run.dataset, PackedDataset) else 1
+    return run.recipe.step_scheduler.local_batch_size * each
 
 
 def _due(step, every):

@@ -13,26 +13,43 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 
+class UsageError(Exception):
+    """The recipe cannot be carried out as written; the message names the key."""
+
+
 @dataclass
 class Runtime:
-    """Where this process stands. mesh has one dimension, "dp", over all ranks."""
+    """Where this process stands. mesh has the dimensions "dp" and "cp": neighbours in "cp" share every microbatch, and
+    what they make of it are parts that add up to it."""
 
     rank: int
     world: int
     device: torch.device
     mesh: DeviceMesh
+    dp_rank: int
+    dp_size: int
+    cp_rank: int
+    cp_size: int
 
     @property
     def is_main(self):
         return self.rank == 0
 
+    @property
+    def speaks(self):
+        """Whether this rank counts what its whole "cp" group sees: sums over all ranks then hold it once."""
+        return self.cp_rank == 0
+
 
 @contextmanager
 def start_ranks(recipe):
-    """Joins the process group of torchrun's environment (a group of one without it), and leaves it at the end."""
+    """Joins the process group of torchrun's environment (a group of one without it), and leaves it at the end.
+
+    UsageError before it joins where the recipe does not fit the number of ranks.
+    """
     backend = recipe.dist_env.backend or ("nccl" if torch.cuda.is_available() else "gloo")
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    device = torch.device("cpu")
+    device, shape = torch.device("cpu"), mesh_shape(recipe.distributed, world, backend)
     if "nccl" in backend:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
@@ -48,9 +65,30 @@ def start_ranks(recipe):
         with warnings.catch_warnings():
             # transformers' models return views that nobody writes to, which is all that FSDP2 warns about
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
-            yield Runtime(rank, world, device, init_device_mesh(device.type, (world,), mesh_dim_names=("dp",)))
+            yield runtime_over(shape, device)
     finally:
         dist.destroy_process_group()
+
+
+def runtime_over(shape, device):
+    """A Runtime of the process group that there is. shape: as of mesh_shape."""
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "cp"))
+    dp_rank, cp_rank = mesh.get_coordinate()
+    return Runtime(dist.get_rank(), dist.get_world_size(), device, mesh, dp_rank, shape[0], cp_rank, shape[1])
+
+
+def mesh_shape(section, world, backend):
+    """(dp, cp) of `world` ranks by a schema.Distributed section. UsageError where they do not multiply to it."""
+    cp = section.cp_size or 1
+    if world % cp:
+        raise UsageError(f"distributed.cp_size={cp}, but {world} ranks were started: no multiple of it")
+    dp = section.dp_size or world // cp
+    if dp * cp != world:
+        over = f" and distributed.cp_size={cp}" if cp > 1 else ""
+        raise UsageError(f"distributed.dp_size={dp}{over}, but {world} ranks were started")
+    if cp > 1 and "nccl" in backend:
+        raise UsageError(f"distributed.cp_size={cp} needs dist_env.backend: gloo; {backend} is not supported yet")
+    return dp, cp
 
 
 def seed_model(recipe):

@@ -120,12 +120,14 @@ class MpPolicy:
 
 @dataclass
 class FrameSharding:
-    enabled: bool = only(False)
-    mesh_dims: list[str] | None = None
+    """parallel.frame_plan.FrameSharding says what each does."""
+
+    enabled: bool = False  # without context parallelism one rank runs every frame, whatever this says
+    mesh_dims: list[str] | None = None  # None: [cp]; [cp, tp] with a frozen tower
     min_tokens: int = 2048
     min_frames: int = 32
     min_local_patch_rows: int = 96
-    cost_alpha: Any = "auto"
+    cost_alpha: Any = "auto"  # or an int
 
 
 @dataclass
@@ -156,10 +158,10 @@ class Pipeline:
 class Distributed:
     _target_: str | None = None  # accepted and unused, as upstream's parser does
     strategy: str = only("fsdp2")
-    dp_size: int | None = None  # None: all ranks
+    dp_size: int | None = None  # None: the ranks that were started / cp_size
     dp_replicate_size: int | None = only(None, 1)
     tp_size: int | None = only(1, None)
-    cp_size: int | None = only(1, None)
+    cp_size: int | None = 1  # ranks that share every microbatch; None: 1
     pp_size: int | None = only(1, None)
     ep_size: int | None = only(1, None)
     sequence_parallel: bool = only(False)

@@ -23,30 +23,32 @@ class StepResult:
     tokens: int
 
 
-def global_counts(model, batches, device):
-    """(labels, tokens) of a global batch: this rank's microbatches summed over all ranks."""
+def global_counts(model, batches, runtime):
+    """(labels, tokens) of a global batch: microbatches summed over all ranks, those that ranks share once."""
     labels = sum(int((batch["labels"] != IGNORE_INDEX).sum()) for batch in batches)
-    counts = torch.tensor([labels, sum(map(calls_of(model).tokens, batches))], device=device)
+    counts = torch.tensor([labels, sum(map(calls_of(model).tokens, batches))], device=runtime.device)
+    counts *= runtime.speaks
     dist.all_reduce(counts)
     return tuple(counts.tolist())
 
 
-def accumulate_gradients(model, batches, labels, *, device, per_microbatch, world, fused=False):
+def accumulate_gradients(model, batches, labels, *, runtime, per_microbatch, fused=False):
     """Forward and backward of this rank's microbatches.
 
     labels: the label count of the whole global batch, by which summed cross-entropies are divided; gradients sum
-    over ranks. The router's auxiliary loss, where the model has one, is transformers' formula a microbatch, averaged
-    over all microbatches of the step and weighted by router_aux_loss_coef; multi-token prediction's is what the model
-    gives it. fused: transformers' model patched makes no logits; ours never does.
+    over ranks, and so do the parts that ranks make of a microbatch they share. The router's auxiliary loss, where the
+    model has one, is transformers' formula a microbatch, averaged over all microbatches of the step and weighted by
+    router_aux_loss_coef; multi-token prediction's is what the model gives it. fused: transformers' model patched makes
+    no logits; ours never does.
     Returns {"lm": .., "aux": .., "mtp": ..}, this rank's parts of the step's losses, fp32 scalars, unweighted; no key
     where the model has no such loss.
     """
     losses = calls_of(model).losses
-    share = 1.0 / (len(batches) * world)
+    share = 1.0 / (len(batches) * runtime.dp_size)
     sums = {}
     for index, batch in enumerate(batches):
         parts.set_grad_reduction(model, per_microbatch or index == len(batches) - 1)
-        found = losses(model, batch, max(labels, 1), share, device, fused)
+        found = losses(model, batch, max(labels, 1), share, runtime.device, fused)
         for name in ("lm", "aux", "mtp"):
             value = getattr(found, name)
             if value is not None:
@@ -55,15 +57,13 @@ def accumulate_gradients(model, batches, labels, *, device, per_microbatch, worl
     return sums
 
 
-def train_step(model, optimizer, batches, *, lr, max_norm, device, per_microbatch, world, fused=False):
+def train_step(model, optimizer, batches, *, lr, max_norm, runtime, per_microbatch, fused=False):
     """One step at learning rate `lr`. Returns a StepResult.
 
     FloatingPointError before the weights are touched when loss or gradient norm is not finite.
     """
-    labels, tokens = global_counts(model, batches, device)
-    sums = accumulate_gradients(
-        model, batches, labels, device=device, per_microbatch=per_microbatch, world=world, fused=fused
-    )
+    labels, tokens = global_counts(model, batches, runtime)
+    sums = accumulate_gradients(model, batches, labels, runtime=runtime, per_microbatch=per_microbatch, fused=fused)
     losses = torch.stack(list(sums.values()))  # the model decides which there are, so all ranks have the same
     dist.all_reduce(losses)
     grad_norm = parts.clip_gradients([p for p in model.parameters() if p.requires_grad], max_norm)

@@ -26,10 +26,9 @@ def gradients(recipe, path):
 
 
 def _gradients(run, batches, per_microbatch, recompute):
-    device, world = run.runtime.device, run.runtime.world
     run.model.recompute(recompute)
-    labels, _ = global_counts(run.model, batches, device)
-    losses = accumulate_gradients(run.model, batches, labels, device=device, world=world, per_microbatch=per_microbatch)
+    labels, _ = global_counts(run.model, batches, run.runtime)
+    losses = accumulate_gradients(run.model, batches, labels, runtime=run.runtime, per_microbatch=per_microbatch)
     for value in losses.values():
         torch.distributed.all_reduce(value)
     weights = {}
@@ -47,7 +46,7 @@ def _first_batches(run):
     label counts."""
     collate, runtime, made = calls_of(run.model).collate, run.runtime, []
     for number, indices in enumerate(list(run.sampler)[: run.sampler.microbatches]):
-        first = (number * runtime.world + runtime.rank) * len(indices)
+        first = (number * runtime.dp_size + runtime.dp_rank) * len(indices)
         samples = [dict(run.dataset[i]) for i in indices]
         for at, sample in enumerate(samples, first):
             if at in (0, 1, 2, 5):

@@ -31,10 +31,8 @@ def own_rank(monkeypatch):
 
 def _first_step(run):
     batches = [next(batch) for batch in [iter(_loader(run))] for _ in range(run.sampler.microbatches)]
-    labels, tokens = global_counts(run.model, batches, run.runtime.device)
-    losses = accumulate_gradients(
-        run.model, batches, labels, device=run.runtime.device, per_microbatch=True, world=1
-    )  # fmt: skip
+    labels, tokens = global_counts(run.model, batches, run.runtime)
+    losses = accumulate_gradients(run.model, batches, labels, runtime=run.runtime, per_microbatch=True)
     return {"labels": labels, "tokens": tokens, **{name: value.item() for name, value in losses.items()}}
 
 

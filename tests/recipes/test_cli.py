@@ -6,6 +6,8 @@ import sys
 import pytest
 
 from automodel_c.cli import main
+from automodel_c.recipes.runtime import UsageError, mesh_shape
+from automodel_c.recipes.schema import Distributed
 
 from .conftest import DIGITS, ROOT, run_cli
 
@@ -84,6 +86,7 @@ def test_plan_explains_a_pack(capsys):
     [
         ("step_scheduler.local_batch_size=5", "global_batch_size=16 is no multiple"),
         ("distributed.dp_size=4", "distributed.dp_size=4, but 1 ranks were started"),
+        ("distributed.cp_size=2", "distributed.cp_size=2, but 1 ranks were started: no multiple of it"),
         ("checkpoint.restore_from=runs/nowhere", "checkpoint.restore_from='runs/nowhere': expected a folder"),
         ("dataset.split=tests", "no file .*tests.jsonl"),
         ("model.config.text_config.hiden_size=8", "text_config.hiden_size; .*text_config.hidden_size"),
@@ -115,6 +118,25 @@ def test_main_refused_on_two_ranks(tiny):
     done = run_cli("train", DIGITS, *tiny, "--nproc", "2", "--check", "step_scheduler.local_batch_size=5")
     assert done.returncode == 2 and "Traceback" not in done.stderr + done.stdout
     assert done.stderr.count("global_batch_size=16 is no multiple") == 1
+
+
+@pytest.mark.parametrize(
+    "world, section, backend, expected",
+    [
+        (4, {"cp_size": 2}, "gloo", (2, 2)),
+        (4, {"cp_size": None}, "nccl", (4, 1)),
+        (6, {"cp_size": 3, "dp_size": 2}, "gloo", (2, 3)),
+        (4, {"cp_size": 2, "dp_size": 4}, "gloo", "dp_size=4 and distributed.cp_size=2, but 4 ranks were started"),
+        (3, {"cp_size": 2}, "gloo", "distributed.cp_size=2, but 3 ranks were started: no multiple of it"),
+        (4, {"cp_size": 4}, "nccl", "distributed.cp_size=4 needs dist_env.backend: gloo; nccl is not supported yet"),
+    ],
+)
+def test_mesh_shape(world, section, backend, expected):
+    if isinstance(expected, tuple):
+        assert mesh_shape(Distributed(**section), world, backend) == expected
+    else:
+        with pytest.raises(UsageError, match=expected):
+            mesh_shape(Distributed(**section), world, backend)
 
 
 @pytest.mark.parametrize("module", ["yaml", "torch", "transformers"])

@@ -3,9 +3,16 @@ from dataclasses import asdict
 import pytest
 import yaml
 
-from automodel_c.recipes.config import RecipeError, load_recipe
+from automodel_c.parallel.frame_plan import FrameSharding
+from automodel_c.recipes.config import RecipeError, frame_sharding, load_recipe
 
 from .conftest import DIGITS
+
+FRAMES = "distributed.multimodal.vision.frame_sharding"
+
+
+def _frames(**keys):
+    return {"distributed": {"multimodal": {"vision": {"frame_sharding": keys}}}}
 
 
 @pytest.fixture
@@ -97,6 +104,34 @@ def test_load_recipe_unknown_override(recipe):
         ),
         ({"processor": {"video_processor": {"_target_": "list"}}}, "video_processor._target_: unknown name 'list'"),
         ({"dataset": {"_target_": "make_digit_dataset"}}, "the nearest known one is 'make_digits_dataset'"),
+        ({"distributed": {"cp_size": 0}}, "distributed.cp_size: expected at least 1, found 0"),
+        ({"distributed": {"dp_size": 0}}, "distributed.dp_size: expected at least 1, found 0"),
+        (
+            {"distributed": {"cp_size": 2}, "model": {"operators": "patched"}},
+            "^distributed.cp_size=2 needs model.operators: automodel_c$",
+        ),
+        (
+            {"distributed": {"cp_size": 2}, "model": {"operators": "transformers"}},
+            "^distributed.cp_size=2 needs model.operators: automodel_c$",
+        ),
+        (_frames(enabled="yes"), f"^{FRAMES}.enabled: expected bool, found 'yes'$"),
+        (_frames(min_token=1), f"^unknown key {FRAMES}.min_token; the nearest known key is {FRAMES}.min_tokens$"),
+        (_frames(min_tokens=-1), f"^{FRAMES}.min_tokens is -1: it must be a non-negative integer$"),
+        (_frames(min_frames=1.5), f"^{FRAMES}.min_frames: expected int, found 1.5$"),
+        (_frames(cost_alpha="AUTO"), f"^{FRAMES}.cost_alpha is 'AUTO': it must be a non-negative integer or .auto.$"),
+        (_frames(mesh_dims=["tp"]), rf"^{FRAMES}.mesh_dims is \['tp'\], \[cp\] or \[cp, tp\] is needed$"),
+        (
+            _frames(enabled=True, mesh_dims=["cp", "tp"]),
+            rf"^{FRAMES}.mesh_dims=\['cp', 'tp'\] needs freeze_config.freeze_vision_tower: ",
+        ),
+        (
+            {**_frames(enabled=True), "model": {"operators": "patched"}},
+            f"^{FRAMES}.enabled needs model.operators: automodel_c$",
+        ),
+        (
+            {"packed_sequence": {"enabled": True, "pack_size": 8}, "model": {"operators": "transformers"}},
+            "^packed_sequence.enabled needs model.operators: automodel_c or patched$",
+        ),
     ],
 )
 def test_load_recipe_bad_value(recipe, tree, message):
@@ -137,13 +172,11 @@ def test_load_recipe_bad_file(tmp_path, text, message):
     "key, value",
     [
         ("distributed.tp_size", "2"),
-        ("distributed.cp_size", "2"),
         ("distributed.pp_size", "4"),
         ("distributed.ep_size", "8"),
         ("distributed.strategy", "megatron_fsdp"),
         ("distributed.sequence_parallel", "true"),
         ("distributed.activation_checkpointing", "selective"),
-        ("distributed.multimodal.vision.frame_sharding.enabled", "true"),
         ("checkpoint.is_async", "true"),
         ("checkpoint.model_save_format", "torch_save"),
         ("packed_sequence.attn_implementation", "flash_attention_2"),
@@ -169,6 +202,15 @@ def test_load_recipe_video_processor(recipe):
     loaded = recipe({"processor": {"video_processor": section}}).processor.video_processor
     assert asdict(loaded) == {**section, "min_frames": None}
     assert asdict(recipe({"processor": {"video_processor": None}}).processor.video_processor)["fps"] is None
+
+
+def test_load_recipe_context_parallel(recipe):
+    """The defaults are FrameSharding's; ranks that share a tower with tensor parallelism may freeze it."""
+    assert frame_sharding(recipe({}).distributed) == {**asdict(FrameSharding()), "mesh_dims": ["cp"]}
+    given = {"enabled": True, "mesh_dims": ["cp", "tp"], "min_tokens": 0, "cost_alpha": 7}
+    loaded = recipe({**_frames(**given), "freeze_config": {"freeze_vision_tower": True}}, "distributed.cp_size=32")
+    assert loaded.distributed.cp_size == 32
+    assert frame_sharding(loaded.distributed) == {**asdict(FrameSharding()), **given}
 
 
 def test_load_recipe_off_values(recipe):
