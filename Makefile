@@ -10,7 +10,7 @@ ASAN_COPY := automodel_c tests benchmarks csrc examples tools setup.py pyproject
 C_FILES := $(shell git ls-files 'csrc/*.[ch]' 'csrc/*.inc' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.c')
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build demo test test-isa asan tsan fuzz leaks lint fix bench cuda-report clean
+.PHONY: help venv build demo demo-dp test test-isa asan tsan fuzz leaks lint fix bench cuda-report clean
 
 help: ## print this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' | awk -F'|' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -28,7 +28,10 @@ venv: $(READY) ## the environment in .venv: torch, the training extras, the tool
 build: venv ## compile automodel_c._amcore in place
 	$(PY) setup.py -q build_ext --inplace
 
-demo: build ## two ranks on this machine's CPU learn handwritten digits: the main job
+demo: build ## two ranks on this machine's CPU share every pack and learn handwritten digits: the main job
+	$(VENV)/bin/automodel-c train examples/digits_cp2.yaml --nproc 2
+
+demo-dp: build ## the same with packs of their own for the two ranks
 	$(VENV)/bin/automodel-c train examples/digits.yaml --nproc 2
 
 test: build ## every test that this machine can run

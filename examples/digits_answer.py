@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
-folder = sys.argv[1] if len(sys.argv) > 1 else "runs/digits/hf"
+folder = sys.argv[1] if len(sys.argv) > 1 else "runs/digits_cp2/hf"
 data = Path(sys.argv[2] if len(sys.argv) > 2 else ".cache/digits")
 
 model = AutoModelForImageTextToText.from_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Writes the data set of examples/digits.yaml: handwritten digits as images, clips and chat-style JSONL.
+"""Writes the data set of the recipes here: handwritten digits as images, clips and chat-style JSONL.
 
 Run `python examples/digits_data.py [folder]`; training does the same by itself when the folder is missing.
 """
