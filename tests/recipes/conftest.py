@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from automodel_c.data.digits import write_digits
+from tests.ranks import rank_pools  # noqa: F401
 
 ROOT = Path(__file__).parents[2]
 DIGITS = str(ROOT / "examples" / "digits.yaml")
