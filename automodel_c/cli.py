@@ -120,6 +120,12 @@ def _train(arguments):
     except (RecipeError, NotImplementedError) as error:
         return _complain(error)
     if arguments.nproc is not None and "RANK" not in os.environ:
+        from .recipes.runtime import UsageError, mesh_shape
+
+        try:  # here, for of ranks that all refuse the first to end would silence the one that speaks
+            mesh_shape(recipe.distributed, arguments.nproc, recipe.dist_env.backend or "")
+        except UsageError as error:
+            return _complain(error)
         return _start_ranks(arguments)
     return _train_here(recipe, arguments.check)
 

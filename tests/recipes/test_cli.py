@@ -35,6 +35,7 @@ def _refused(capsys, *arguments):
         (["train", DIGITS, "--nproc", "two"], "--nproc: expected a whole number, at least 1, found two"),
         (["train", DIGITS, "--fast"], "unrecognized arguments: --fast"),
         (["train", DIGITS, "--nproc", "2", "seeed=1"], "unknown key seeed; the nearest known key is seed"),
+        (["train", DIGITS, "--nproc", "3", "distributed.cp_size=2"], "cp_size=2, but 3 ranks were started"),
         (["train", DIGITS, "distributed.tp_size=2"], "distributed.tp_size=2 is not supported yet"),
         (["export", DIGITS, "runs"], "required: folder"),
         (["export", DIGITS, "runs", "hf"], "checkpoint.restore_from='runs': expected a folder called step_<n>"),
