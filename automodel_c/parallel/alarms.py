@@ -1,14 +1,27 @@
-"""A bad argument on one rank: every rank of the group raises, and each names it. Nothing is sent while all is well.
+"""A rank with a bad argument, or with another than its peers have: every rank of the group raises, and names it.
 
-The rank that raises before an exchange leaves a note in the store, under the number of that exchange. The others are in
-the exchange by then, or will be: they wait for it in short spells, look for the note after each, and raise. `guard`
-(faults.py) watches everything else that can go wrong with a rank, and is told by these exceptions too.
+Nothing is asked while all is well. The exchanges of a group are numbered. Ranks tag the messages of one with its number
+and what it is (`Exchange.tag`), so that gloo matches only messages of ranks that agree: others wait, where sizes that
+disagree would end the process. A rank that has waited for half a second says in the store what it waits for, looks at
+what its peers say there, and looks again after every half second, for:
+
+- a note under the number of this exchange, left by a rank that raised on its way there (`everywhere`);
+- a peer that waits for something else under that number, or that went by something on its way there, a plan say, that
+  this rank did not (`pass_by`: a line to the store, some ten microseconds, which nobody answers).
+
+Whoever finds the latter leaves a note too. `guard` (faults.py) watches everything else that can go wrong with a
+rank, and is told by these exceptions too.
 """
 
+import atexit
+import collections
+import concurrent.futures
 import contextlib
-import datetime
-import itertools
+import dataclasses
+import hashlib
 import json
+import queue
+import threading
 import time
 import weakref
 
@@ -17,14 +30,76 @@ import torch.distributed as dist
 from .faults import RankFailure, _lost_connection, _ports, _words
 from .sockets import cut_connections
 
-_SPELL = datetime.timedelta(seconds=0.5)
+_SPELL_S = 0.5
 _LINGER_S = 3.0
-_numbers = weakref.WeakKeyDictionary()  # process group -> how many exchanges this rank has entered, or failed to
+_SAID, _KEPT = 16, 100  # of what a rank went by: how much it says, how much it remembers
+_lines = weakref.WeakKeyDictionary()  # process group -> its _Line
+_idle, _waited = [], set()  # hands without work; futures of the others'
+
+
+@dataclasses.dataclass
+class _Line:
+    """One rank's way through a group: its global ``ranks``, how many exchanges this one entered, or failed to, and what
+    it went by since, {index: words}."""
+
+    ranks: list
+    number: int = 0
+    path: dict = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Exchange:
+    """One that this rank has entered. ``words``: what must be alike on all ranks, for people to read. ``path``: what it
+    went by since the one before, and the words."""
+
+    group: dist.ProcessGroup
+    number: int
+    words: str
+    path: dict
+    since: float = dataclasses.field(default_factory=time.monotonic)
+
+    @property
+    def key(self):
+        """Where notes about it lie in the store."""
+        return _key(self.group, self.number)
+
+    @property
+    def tag(self):
+        """31 bits of what the ranks must agree on."""
+        digest = hashlib.blake2b(f"{self.number} {self.words}".encode(), digest_size=4).digest()
+        return int.from_bytes(digest, "little") >> 1
+
+
+def groups():
+    """Those that this process exchanges rows in."""
+    return list(_lines) if dist.is_initialized() else []
+
+
+def watch(group):
+    """Makes it one of `groups`."""
+    if group not in _lines:
+        _lines[group] = _Line(dist.get_process_group_ranks(group))
+    return _lines[group]
+
+
+def enter(group, words):
+    """The next `Exchange` of ``group``."""
+    line = watch(group)
+    entered = Exchange(group, line.number, words, _longer(line.path, words))
+    line.number, line.path = line.number + 1, {}
+    return entered
+
+
+def pass_by(group, words):
+    """Says what this rank goes by on its way to its next exchange, without waiting for anybody."""
+    line = watch(group)
+    line.path = _longer(line.path, words)
+    _say(group, line.number, line.path)
 
 
 @contextlib.contextmanager
-def everywhere(group):
-    """Around a rank's way to its next exchange in ``group`` (None: one rank): its exception is raised on every rank.
+def everywhere(*groups):
+    """Around a rank's way to its next exchange in ``groups`` (None: one rank): its exception is raised on every rank.
 
     Here it is raised unchanged, on the others as a `RankFailure`. Where all ranks fail alike the group stays usable;
     where one fails, its peers cut their connections, and new groups are needed to go on.
@@ -34,52 +109,146 @@ def everywhere(group):
     except RankFailure:
         raise
     except Exception as error:
-        if group is not None and not _lost_connection(error):  # then another rank failed, and is looked for
-            _tell(group, error)
+        # a lost connection means that another rank failed, which is looked for
+        if not getattr(error, "_told", False) and not _lost_connection(error):
+            error._told = True
+            _tell([group for group in groups if group is not None], error)
         raise
 
 
-def wait(work, group):
-    """Waits for an exchange (the async work of a collective that every rank of ``group`` enters)."""
-    key = _key(group, _next(group))
+def start(post):
+    """Has a thread call ``post``, which returns c10d Works, and wait for them; the future of that.
+
+    gloo takes a time-out of its own wait as the end of all connections, so a wait in spells needs a thread.
+    """
+    done = concurrent.futures.Future()
+    _waited.add(done)
+    done.add_done_callback(_waited.discard)
+    try:
+        hand = _idle.pop()
+    except IndexError:
+        hand = _Hand()
+    hand.todo.put((post, done))
+    return done
+
+
+def wait(done, exchange):
+    """Waits for what `start` began, the messages of an `Exchange`. They end or fail together."""
     while True:
         try:
-            work.wait(_SPELL)
+            return done.result(_SPELL_S)
+        except TimeoutError:
+            cause, failure = None, _failure(exchange)
+        except RuntimeError as error:  # a peer is gone, perhaps after it left a note
+            cause, failure = error, _failure(exchange, last=True)
+            if not failure:
+                raise
+        if failure:
+            _linger([exchange])
+            cut_connections(_ports(_store()))
+            raise failure from cause
+
+
+class _Hand(threading.Thread):
+    """A thread that waits on behalf of others."""
+
+    def __init__(self):
+        super().__init__(name="automodel_c exchange", daemon=True)
+        self.todo = queue.SimpleQueue()
+        self.start()
+
+    def run(self):
+        while True:
+            self._finish(*self.todo.get())
+            _idle.append(self)
+
+    def _finish(self, post, done):
+        try:
+            for work in post():
+                work.wait()
+            done.set_result(None)
+        except BaseException as error:
+            done.set_exception(error)
+
+
+@atexit.register
+def _let_go():
+    """A thread that comes back from gloo when the interpreter has gone would abort the process."""
+    if _waited:
+        cut_connections()
+        concurrent.futures.wait(_waited.copy(), _LINGER_S)
+
+
+def _tell(groups, error):
+    """Leaves a note for each group."""
+    failed = [enter(group, "failed") for group in groups]
+    for exchange in failed:
+        _leave(exchange, dist.get_rank(), _words(error))
+    _linger(failed)
+
+
+def _leave(exchange, rank=None, message=None):
+    """The note at an exchange: this one, unless there is one."""
+    note = _store().compare_set(exchange.key, "", json.dumps({"rank": rank, "message": message}))
+    _store().add(f"{exchange.key}/seen", 1)
+    return RankFailure(**json.loads(note))
+
+
+def _linger(failed):
+    """Stays until all ranks have read the notes at these exchanges, or left one too: this rank may host the store."""
+    deadline = time.monotonic() + _LINGER_S
+    while time.monotonic() < deadline:
+        failed = [e for e in failed if _store().add(f"{e.key}/seen", 0) < e.group.size()]
+        if not failed:
             return
-        except RuntimeError as error:
-            if failure := _failure(key):
-                cut_connections(_ports(_store()))
-                raise failure from error
-            if work.is_completed():
-                work.wait()  # raises, unless it ended just after the spell
-                return
-
-
-def _tell(group, error):
-    """Leaves the note, and stays until the others have read it, or left one too: this rank may host the store."""
-    key, store = _key(group, _next(group)), _store()
-    store.compare_set(key, "", json.dumps({"rank": dist.get_rank(), "message": _words(error)}))
-    seen, deadline = store.add(f"{key}/seen", 1), time.monotonic() + _LINGER_S
-    while seen < group.size() and time.monotonic() < deadline:
         time.sleep(0.02)
-        seen = store.add(f"{key}/seen", 0)
 
 
-def _failure(key):
-    store = _store()
-    if not store.check([key]):
-        return None
-    note = json.loads(store.get(key))
-    store.add(f"{key}/seen", 1)
-    return RankFailure(note["rank"], note["message"])
+def _failure(exchange, last=False):
+    """Who failed, as far as the store knows; ``last``: nobody will say more."""
+    if _store().check([exchange.key]):
+        return _leave(exchange)
+    _say(exchange.group, exchange.number, exchange.path)
+    does = _first_difference(exchange)
+    heard = len(does) == exchange.group.size() or time.monotonic() - exchange.since > _LINGER_S or last
+    return _leave(exchange, *_disagreement(does)) if does and heard else None
 
 
-def _next(group):
-    return next(_numbers.setdefault(group, itertools.count()))
+def _first_difference(exchange):
+    """{global rank: words} where the ways of ranks to the exchange part; of those that are there. Empty if none do."""
+    store, paths = _store(), {}
+    for rank in watch(exchange.group).ranks:
+        key = _key(exchange.group, f"rank {rank}")
+        number, path = json.loads(store.get(key)) if store.check([key]) else (None, [])
+        paths[rank] = dict(path) if number == exchange.number else {}  # slower, or done here
+    for index in exchange.path:
+        does = {rank: path[index] for rank, path in paths.items() if index in path}
+        if len(set(does.values())) > 1:
+            return does
+    return {}
 
 
-def _key(group, number):
-    return f"automodel_c/alarm/{group.group_name}/{number}"
+def _disagreement(does):
+    """(rank, message): the first that does not do what most do. Of two nobody can tell; the second is named."""
+    most, _ = collections.Counter(does.values()).most_common(1)[0]
+    odd = min(rank for rank, words in does.items() if words != most)
+    others = " and ".join(str(rank) for rank, words in does.items() if words == most)
+    return odd, f"ValueError: ranks disagree: rank {odd} has {does[odd]}, rank {others} {most}"
+
+
+def _say(group, number, path):
+    _store().set(_key(group, f"rank {dist.get_rank()}"), json.dumps([number, list(path.items())[-_SAID:]]))
+
+
+def _longer(path, words):
+    """A path, and words behind it."""
+    last = max(path, default=-1)
+    return {i: path[i] for i in path if i > last - _KEPT} | {last + 1: words}
+
+
+def _key(group, what):
+    first = watch(group).ranks[0]  # groups that a mesh makes at once may share a name
+    return f"automodel_c/alarm/{group.group_name}/{first}/{what}"
 
 
 def _store():

@@ -4,9 +4,8 @@ import torch
 
 from automodel_c.ops.attention import attend
 
-from . import alarms
 from .exchange import exchange
-from .plan import ContextPlan
+from .plan import in_use
 
 
 def attention(q, k, v, plan, *, causal=True, scale=None):
@@ -27,14 +26,12 @@ def attention(q, k, v, plan, *, causal=True, scale=None):
     Raises as `ops.attention`; what one rank raises before an exchange, every rank of the group raises within seconds,
     naming it.
     """
-    if isinstance(plan, ContextPlan):
-        with alarms.everywhere(plan.group):
-            return _attention(q, k, v, plan, bool(causal), scale)
-    raise TypeError(f"parallel.attention: plan must come from ContextParallel.plan, not {type(plan).__name__}")
+    with in_use(plan, "parallel.attention"):
+        _check(q, k, v, plan)
+        return _attention(q, k, v, plan, bool(causal), scale)
 
 
 def _attention(q, k, v, plan, causal, scale):
-    _check(q, k, v, plan)
     heads, dim = q.shape[1:]
     work = plan.attention(heads, k.shape[1], dim, q.dtype, causal=causal)
     if not work.apart:

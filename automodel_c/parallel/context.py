@@ -21,6 +21,8 @@ class ContextParallel:
         if self.rank < 0:
             raise ValueError(f"ContextParallel: global rank {dist.get_rank()} is not in the group")
         self.group = group if self.ranks > 1 else None
+        if self.group is not None:
+            alarms.watch(self.group)
 
     def __repr__(self):
         return f"ContextParallel(rank {self.rank} of {self.ranks})"
@@ -77,6 +79,7 @@ class ContextParallel:
             self._check("gather", x_local, plan, "local")
             if plan.ranks == 1:
                 return x_local[: plan.tokens]
+            plan.use()
             return exchange(x_local, plan.gather_route, plan.group)
 
     def _check(self, name, x, plan, wanted):
@@ -84,6 +87,8 @@ class ContextParallel:
             raise TypeError(f"{name}: plan must come from ContextParallel.plan, not {type(plan).__name__}")
         if (plan.ranks, plan.rank) != (self.ranks, self.rank):
             raise ValueError(f"{name}: the plan is for rank {plan.rank} of {plan.ranks}, this is {self!r}")
+        if plan.group is not self.group:
+            raise ValueError(f"{name}: the plan is for another group of {plan.ranks} ranks")
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name}: x must be a torch tensor, not {type(x).__name__}")
         rows = getattr(plan, wanted)

@@ -4,9 +4,8 @@ import torch
 
 from automodel_c import ops
 
-from . import alarms
 from .exchange import exchange
-from .plan import ContextPlan
+from .plan import in_use
 
 
 def causal_conv1d(x, weight, plan, *, bias=None, activation="silu"):
@@ -28,9 +27,7 @@ def causal_conv1d(x, weight, plan, *, bias=None, activation="silu"):
     Raises as `ops.causal_conv1d`; what one rank raises before an exchange, every rank of the group raises within
     seconds, naming it.
     """
-    if not isinstance(plan, ContextPlan):
-        raise TypeError(f"parallel.causal_conv1d: plan must come from ContextParallel.plan, not {type(plan).__name__}")
-    with alarms.everywhere(plan.group):
+    with in_use(plan, "parallel.causal_conv1d"):
         _check(x, weight, plan)
         options = {"bias": bias, "activation": activation}
         straddles, width = plan.straddles, weight.shape[1]

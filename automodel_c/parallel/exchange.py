@@ -1,17 +1,19 @@
 """Rows that travel between the ranks of a group: one differentiable operator for every movement.
 
 A `Route` says which rows of a rank's tensor go where; `exchange` moves them. The C slice packs the rows for each peer
-into one buffer and puts the ones that arrived in place; gloo carries the buffers as one all-to-all. The gradient takes
-the way back: every row's gradients return to the rank that holds it, and are added there in float32 in the order of
-ranks.
+into one buffer and puts the ones that arrived in place; gloo carries one message from every rank to every other, empty
+ones too, so that none goes on before all are there. The gradient takes the way back: every row's gradients return to
+the rank that holds it, and are added there in float32 in the order of ranks.
+
+A message is tagged with what its ranks must agree on: which exchange of the group it is, route, shape of a row, dtype.
 """
 
 import dataclasses
 import functools
+import zlib
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from automodel_c import _amcore
@@ -51,12 +53,14 @@ class Route:
     rows_in: int
     rows_out: int
     used: bool  # some rank of the group sends something
+    words: str  # what it is, for people, and a digest of the whole group's moves
 
     @classmethod
-    def of(cls, moves, rank, ranks, rows_in, rows_out):
+    def of(cls, moves, rank, ranks, rows_in, rows_out, words="rows"):
         """``moves``: int64 [M, 5] of the whole group, the same on every rank: (src, dst, row at src, row at dst, rows).
 
-        Rows with src == dst stay on their rank. No two moves put into the same row of a rank.
+        Rows with src == dst stay on their rank. No two moves put into the same row of a rank. ``words`` say what moves,
+        and are the same on every rank too.
         """
         src, dst = moves[:, 0], moves[:, 1]
         out, back = moves[(src == rank) & (dst != rank)], moves[(dst == rank) & (src != rank)]
@@ -72,6 +76,7 @@ class Route:
             rows_in=rows_in,
             rows_out=rows_out,
             used=bool((src != dst).any()),
+            words=f"{words} [route {zlib.crc32(np.ascontiguousarray(moves)):08x}]",
         )
 
 
@@ -80,13 +85,19 @@ def exchange(x, route, group):
 
     Every rank of ``group`` calls it, with rows or without. Rows that nothing is put into are 0. Differentiable for
     float32, bfloat16 and float64; any dtype moves.
+
+    Where ranks disagree about the route, the shape of a row or the dtype, every rank raises `RankFailure` within
+    seconds. What one rank raises here, every rank raises.
     """
-    if x.shape[0] != route.rows_in:
-        raise ValueError(f"exchange: x has {x.shape[0]} rows, the route takes {route.rows_in}")
-    return _rows(
-        _whole_rows(x), route.sends, route.receipts, route.own, route.send_rows, route.receive_rows, route.own_after,
-        route.rows_out, route.used, group.group_name,
-    )  # fmt: skip
+    with alarms.everywhere(group):
+        if x.device.type != "cpu":
+            raise NotImplementedError(f"exchange: x is on {x.device}; so far rows travel between CPUs alone, by gloo")
+        if x.shape[0] != route.rows_in:
+            raise ValueError(f"exchange: x has {x.shape[0]} rows, the route takes {route.rows_in}")
+        return _rows(
+            _whole_rows(x), route.sends, route.receipts, route.own, route.send_rows, route.receive_rows,
+            route.own_after, route.rows_out, route.used, group.group_name, route.words,
+        )  # fmt: skip
 
 
 def _starts(rows):
@@ -100,25 +111,36 @@ def _triples(*columns):
 class _Carried:
     """Rows on their way: those of ``x`` that ``moves`` pack, ``rows_to`` each rank; ``rows_from`` each arrive."""
 
-    def __init__(self, x, moves, reverse, rows_to, rows_from, group_name):
+    def __init__(self, x, moves, reverse, rows_to, rows_from, group_name, words):
         self.packed = _alloc.empty((sum(rows_to), *x.shape[1:]), x.dtype, x.device)
         self.arriving = _alloc.empty((sum(rows_from), *x.shape[1:]), x.dtype, x.device)
         self.messages = sum(n > 0 for n in rows_to)
-        self.group = _resolve_process_group(group_name)
         _amcore.exchange_copy(self.packed, x, moves, reverse=reverse)
         row = x.dtype.itemsize * x.shape[1:].numel()
-        sizes = [n * row for n in rows_from], [n * row for n in rows_to]
-        buffers = _bytes(self.arriving), _bytes(self.packed)
-        self.work = dist.all_to_all_single(*buffers, *sizes, self.group, async_op=True)
+        incoming, outgoing = (
+            _bytes(buffer).split([n * row for n in rows])
+            for buffer, rows in ((self.arriving, rows_from), (self.packed, rows_to))
+        )
+        group = _resolve_process_group(group_name)
+        self.exchange = alarms.enter(group, f"{words}, rows {list(x.shape[1:])} of {x.dtype}")
+        self.done = alarms.start(functools.partial(_post, group, incoming, outgoing, self.exchange.tag))
 
     def arrived(self):
         """Waits; the rows, by the rank that sent them."""
-        alarms.wait(self.work, self.group)
+        alarms.wait(self.done, self.exchange)
         wire.sent += self.packed.nbytes
         wire.received += self.arriving.nbytes
         wire.messages += self.messages
         wire.exchanges += 1
         return self.arriving
+
+
+def _post(group, incoming, outgoing, tag):
+    """Receives and sends the buffers of all peers, nearest ranks first."""
+    rank, ranks = group.rank(), group.size()
+    before, after = ([(rank + step * n) % ranks for n in range(1, ranks)] for step in (-1, 1))
+    works = [group.recv([incoming[peer]], peer, tag) for peer in before]
+    return [group.send([outgoing[peer]], peer, tag) for peer in after] + works
 
 
 def _bytes(x):
@@ -135,28 +157,29 @@ def _whole_rows(x):
     return x
 
 
-def _rows_cpu(x, sends, receipts, own, send_rows, receive_rows, own_after, rows_out, used, group):
+def _rows_cpu(x, sends, receipts, own, send_rows, receive_rows, own_after, rows_out, used, group, words):
     full = len(receipts) + len(own) and int(receipts[2::3].sum() + own[2::3].sum()) == rows_out
     out = _alloc.empty((rows_out, *x.shape[1:]), x.dtype, x.device)
     if not full:
         out.zero_()
-    carried = _Carried(x, sends, False, send_rows, receive_rows, group) if used else None
+    carried = _Carried(x, sends, False, send_rows, receive_rows, group, words) if used else None
     _amcore.exchange_copy(out, x, own, reverse=False)  # while the others travel
     if carried:
         _amcore.exchange_copy(out, carried.arrived(), receipts, reverse=False)
     return out
 
 
-def _backward_cpu(dout, sends, receipts, own, send_rows, receive_rows, own_after, rows_in, used, group):
+def _backward_cpu(dout, sends, receipts, own, send_rows, receive_rows, own_after, rows_in, used, group, words):
     dx = _alloc.empty((rows_in, *dout.shape[1:]), dout.dtype, dout.device)
-    carried = _Carried(dout, receipts, True, receive_rows, send_rows, group) if used else None
+    words = f"gradients of {words}"
+    carried = _Carried(dout, receipts, True, receive_rows, send_rows, group, words) if used else None
     arrived = carried.arrived() if carried else dout[:0]
     _amcore.exchange_sum(dx, arrived, dout, sends, own, own_after=own_after, reverse=True)
     return dx
 
 
 def _setup(ctx, inputs, output):
-    x, sends, receipts, own, ctx.send_rows, ctx.receive_rows, ctx.own_after, _, ctx.used, ctx.group = inputs
+    x, sends, receipts, own, ctx.send_rows, ctx.receive_rows, ctx.own_after, _, ctx.used, ctx.group, ctx.words = inputs
     ctx.rows_in = x.shape[0]
     ctx.save_for_backward(sends, receipts, own)
 
@@ -164,18 +187,18 @@ def _setup(ctx, inputs, output):
 def _derivative(ctx, dout):
     dx = _backward(
         _whole_rows(dout), *ctx.saved_tensors, ctx.send_rows, ctx.receive_rows, ctx.own_after, ctx.rows_in, ctx.used,
-        ctx.group,
+        ctx.group, ctx.words,
     )  # fmt: skip
-    return dx, *(None,) * 9
+    return dx, *(None,) * 10
 
 
-def _fake(x, sends, receipts, own, send_rows, receive_rows, own_after, rows, used, group):
+def _fake(x, sends, receipts, own, send_rows, receive_rows, own_after, rows, used, group, words):
     return x.new_empty((rows, *x.shape[1:]))
 
 
 _ARGUMENTS = (
     "Tensor sends, Tensor receipts, Tensor own, int[] send_rows, int[] receive_rows, int own_after, "
-    "int rows, bool used, str group) -> Tensor"
+    "int rows, bool used, str group, str words) -> Tensor"
 )
 _rows = define(f"exchange_rows(Tensor x, {_ARGUMENTS}", _rows_cpu, _fake, setup=_setup, backward=_derivative)
 _backward = define(f"exchange_rows_backward(Tensor dout, {_ARGUMENTS}", _backward_cpu, _fake)

@@ -138,7 +138,8 @@ class _Watch:
             self._wait_for("seen", 1 + len(self.others) - len(self.gone))
         if self.failure is None or not isinstance(error, Exception):
             return error  # KeyboardInterrupt and the like stay what they are
-        if self.failure.rank == self.rank or self.failure.message == _words(error):
+        own = self.failure.rank == self.rank and not _lost_connection(error)  # else its peers found it at fault
+        if own or self.failure.message == _words(error):
             error.add_note(f"rank {self.failure.rank} was the first to fail")
             return error
         return self.failure

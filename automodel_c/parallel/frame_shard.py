@@ -1,15 +1,17 @@
 """A vision tower whose frames are spread over the ranks of a group."""
 
+import collections
 import copy
 import hashlib
-import struct
+import zlib
 
 import torch
 import torch.distributed as dist
 
+from automodel_c.parallel import alarms
 from automodel_c.parallel.frame_plan import FrameSharding, plan_frames, replicates
 
-_NOTE = 256  # bytes of the note that ranks exchange before the tower runs
+_NOTE, _DIGEST = 256, 8  # bytes of a note that ranks exchange, and of each digest at its front
 
 
 def shard_vision(visual, pixel_values, grid_thw, group, config):
@@ -33,33 +35,45 @@ def shard_vision(visual, pixel_values, grid_thw, group, config):
     thresholds, `visual` runs whole on every rank.
 
     Raises:
-        ValueError: on every rank, naming the rank, when the ranks' media differ, rows of pixels and grid disagree on
-            one of them, or a tower returns another number of tokens than its frames make; a bad configuration; a
-            trainable tower whose ranks are not those of context parallelism alone.
+        ValueError: on every rank, naming the rank, when the ranks' media or configurations differ, rows of pixels and
+            grid disagree on one of them, or the results of their towers differ in more than the number of tokens that
+            their frames make; a bad configuration; a trainable tower whose ranks are not those of context parallelism
+            alone.
         TypeError: `enabled` that is no bool, or a result of another kind.
+        RankFailure: another rank's tower or configuration raised.
 
-    Ranks say what they hold in one message of 256 bytes before the tower runs, since a rank that has no media would
-    leave the others waiting.
+    Ranks say what they hold in a message of 256 bytes before the tower runs, since a rank that has no media would leave
+    the others waiting, and what their towers returned in another before the tokens travel.
     """
-    config = config if isinstance(config, FrameSharding) else FrameSharding.from_mapping(config)
     world = 1 if group is None else dist.get_world_size(group)
-    if not config.enabled or world == 1:
-        return visual(pixel_values, grid_thw=grid_thw)
-    refuse_trainable(visual, config)
-    merge = _merge_size(visual)
-    grid = _agree(pixel_values, grid_thw, merge, group)
-    if not grid or replicates(grid, merge, config):
-        return visual(pixel_values, grid_thw=grid_thw)
-    plan = plan_frames(
-        grid,
-        world,
-        dist.get_rank(group),
-        merge=merge,
-        alpha=config.alpha(visual),
-        min_local_patch_rows=config.min_local_patch_rows,
-    )
-    result = run_frames(visual, pixel_values, grid_thw, plan)
-    return _with_tokens(result, _gather(_tokens_of(result), plan, merge, group))
+    with alarms.everywhere(group if world > 1 else None):
+        config = config if isinstance(config, FrameSharding) else FrameSharding.from_mapping(config)
+        if world > 1:
+            alarms.pass_by(group, f"shard_vision, {'enabled' if config.enabled else 'not enabled'}")
+        if not config.enabled or world == 1:
+            return visual(pixel_values, grid_thw=grid_thw)
+        refuse_trainable(visual, config)
+        merge = _merge_size(visual)
+        numbers = {
+            "merge": merge,
+            "min_tokens": config.min_tokens,
+            "min_frames": config.min_frames,
+            "min_local_patch_rows": config.min_local_patch_rows,
+            "alpha": config.alpha(visual),
+        }
+        grid = _agree(pixel_values, grid_thw, numbers, group)
+        if not grid or replicates(grid, merge, config):
+            return visual(pixel_values, grid_thw=grid_thw)
+        plan = plan_frames(
+            grid,
+            world,
+            dist.get_rank(group),
+            merge=merge,
+            alpha=numbers["alpha"],
+            min_local_patch_rows=config.min_local_patch_rows,
+        )
+        result = run_frames(visual, pixel_values, grid_thw, plan)
+        return _with_tokens(result, _gather(result, plan, merge, group))
 
 
 def run_frames(visual, pixel_values, grid_thw, plan):
@@ -96,24 +110,34 @@ def _merge_size(visual):
     return found or getattr(getattr(visual, "config", None), "spatial_merge_size", None) or 2
 
 
-def _agree(pixel_values, grid_thw, merge, group):
+def _agree(pixel_values, grid_thw, numbers, group):
     """The grid as a list of tuples, [] without media; ValueError on every rank when one of them is off."""
     grid, rows, trouble = [], 0, ""
     if pixel_values is not None and grid_thw is not None:
         grid, rows = [tuple(entry) for entry in grid_thw.tolist()], len(pixel_values)
-        trouble = _trouble(grid, rows, merge)
-    digest = hashlib.blake2b(struct.pack("<qq", rows, merge) + repr(grid).encode(), digest_size=8).digest()
-    notes = _exchange(digest + trouble.encode()[: _NOTE - len(digest)], group)
-    for rank, note in enumerate(notes):
-        if text := note[8:].rstrip(b"\0"):
-            raise ValueError(f"shard_vision: rank {rank}: {text.decode(errors='replace')}")
-    other = next((rank for rank, note in enumerate(notes) if note[:8] != notes[0][:8]), None)
-    if other is not None:
-        raise ValueError(
-            f"shard_vision: ranks 0 and {other} of the group hold different media; this one has {rows} rows of "
-            f"pixel_values in {len(grid)} images and clips"
-        )
+        trouble = _trouble(grid, rows, numbers["merge"])
+    media = f"{rows} rows of pixel_values in {len(grid)} images and clips [{zlib.crc32(repr(grid).encode()):08x}]"
+    _compare({"media": media, "configurations": repr(numbers)}, trouble, group)
     return grid
+
+
+def _compare(held, trouble, group):
+    """ValueError on every rank where one is in trouble (words), or where they hold different things ({name: words})."""
+    digests = [hashlib.blake2b(words.encode(), digest_size=_DIGEST).digest() for words in held.values()]
+    notes = _exchange((b"".join(digests) + trouble.encode())[:_NOTE], group)
+    for rank, note in enumerate(notes):
+        if text := note[_DIGEST * len(held) :].rstrip(b"\0"):
+            raise ValueError(f"shard_vision: rank {rank}: {text.decode(errors='replace')}")
+    for i, (name, words) in enumerate(held.items()):
+        digests = [note[_DIGEST * i : _DIGEST * (i + 1)] for note in notes]
+        most, count = collections.Counter(digests).most_common(1)[0]
+        if count < len(digests):
+            odd = next(rank for rank, digest in enumerate(digests) if digest != most)
+            pair = sorted((odd, digests.index(most)))
+            raise ValueError(
+                f"shard_vision: ranks {pair[0]} and {pair[1]} of the group hold different {name}, most ranks what rank "
+                f"{digests.index(most)} does; this one has {words}"
+            )
 
 
 def _trouble(grid, rows, merge):
@@ -125,10 +149,13 @@ def _trouble(grid, rows, merge):
 
 def _exchange(note, group):
     """Every rank's note, as bytes of equal length."""
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else "cpu"
+    nccl = dist.get_backend(group) == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if nccl else "cpu"
     mine = torch.frombuffer(bytearray(note.ljust(_NOTE, b"\0")), dtype=torch.uint8).to(device)
     notes = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(notes, mine, group=group)
+    entered = alarms.enter(group, "the notes of shard_vision")
+    work = dist.all_gather(notes, mine, group=group, async_op=True)
+    work.wait() if nccl else alarms.wait(alarms.start(lambda: [work]), entered)
     return [bytes(n.tolist()) for n in notes]
 
 
@@ -162,42 +189,37 @@ def _with_tokens(result, tokens):
     return made
 
 
-def _gather(tensors, plan, merge, group):
-    """All ranks' tokens of each tensor; one message. ValueError on every rank when a tower's count is off."""
-    rank, width = dist.get_rank(group), [t.shape[1] for t in tensors]
+def _gather(result, plan, merge, group):
+    """All ranks' tokens of each tensor of a tower's result; one message."""
+    tensors, rank = _tokens_of(result), dist.get_rank(group)
     zeros = 0 if plan.padding is None else plan.padding[0] * plan.padding[1] * plan.padding[2] // merge**2
     expected, own = plan.tokens[rank] + zeros, plan.tokens[rank]
     wrong = next((len(t) for t in tensors if len(t) != expected), None)
+    trouble = "" if wrong is None else f"the tower returned {wrong} tokens, its frames make {expected}"
+    of = [f"{list(t.shape[1:])} of {t.dtype} on {t.device.type}" for t in tensors]
+    _compare({"results of their towers": f"{type(result).__name__}, each token {', '.join(of)}"}, trouble, group)
     joined = torch.cat([t[:own] for t in tensors], 1) if len(tensors) > 1 else tensors[0][:own]
-    if wrong is not None:
-        joined = joined.new_zeros(own, sum(width))
-    whole, bad = _GatherTokens.apply(joined, plan.tokens, wrong is not None, group)
-    if wrong is not None:
-        raise ValueError(f"shard_vision: the tower returned {wrong} tokens, its frames make {expected}")
-    if bad:
-        raise ValueError(f"shard_vision: rank {bad[0]}'s tower returned another number of tokens than its frames make")
-    return whole.split(width, 1)
+    return _GatherTokens.apply(joined, plan.tokens, group).split([t.shape[1] for t in tensors], 1)
 
 
 class _GatherTokens(torch.autograd.Function):
-    """x [tokens[rank], width] of every rank -> ([sum of tokens, width], ranks that raised their flag).
+    """x [tokens[rank], width] of every rank -> [sum of tokens, width].
 
-    The first row of a rank's message is its flag. The gradient is the sum over ranks, in fp32, in rank order.
+    The gradient is the sum over ranks, in fp32, in rank order.
     """
 
     @staticmethod
-    def forward(ctx, x, tokens, flag, group):
+    def forward(ctx, x, tokens, group):
         ctx.tokens, ctx.group = tokens, group
-        mine = x.new_zeros(1 + max(tokens), x.shape[1])
-        mine[0], mine[1 : 1 + len(x)] = float(flag), x
+        mine = x.new_zeros(max(tokens), x.shape[1])
+        mine[: len(x)] = x
         messages = [torch.empty_like(mine) for _ in tokens]
         dist.all_gather(messages, mine, group=group)
-        bad = [rank for rank, message in enumerate(messages) if bool(message[0, 0] != 0)]
-        return torch.cat([m[1 : 1 + n] for m, n in zip(messages, tokens, strict=True)]), bad
+        return torch.cat([m[:n] for m, n in zip(messages, tokens, strict=True)])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad, _):
+    def backward(ctx, grad):
         own = ctx.tokens[dist.get_rank(ctx.group)]
         parts = grad.new_empty(own * len(ctx.tokens), grad.shape[1])
         dist.all_to_all_single(parts, grad.contiguous(), [own] * len(ctx.tokens), list(ctx.tokens), group=ctx.group)
@@ -206,4 +228,4 @@ class _GatherTokens(torch.autograd.Function):
         )
         for part in parts.split(own) if own else ():
             total += part
-        return total.to(grad.dtype), None, None, None
+        return total.to(grad.dtype), None, None

@@ -4,9 +4,8 @@ import torch
 
 from automodel_c import ops
 
-from . import alarms
 from .exchange import exchange
-from .plan import ContextPlan
+from .plan import in_use
 
 
 def gated_delta_rule(q, k, v, g, beta, plan, *, scale=None, qk_l2norm=True):
@@ -33,11 +32,7 @@ def gated_delta_rule(q, k, v, g, beta, plan, *, scale=None, qk_l2norm=True):
     transition M and the state S that it adds, without waiting for the ranks before it:
     S_n <- M_n S_(n-1) + S_n. It then runs its rows from the state that the ranks before it add up to.
     """
-    if not isinstance(plan, ContextPlan):
-        raise TypeError(
-            f"parallel.gated_delta_rule: plan must come from ContextParallel.plan, not {type(plan).__name__}"
-        )
-    with alarms.everywhere(plan.group):
+    with in_use(plan, "parallel.gated_delta_rule"):
         tensors = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
         _check(tensors, plan)
         options = {"scale": scale, "qk_l2norm": qk_l2norm}

@@ -3,9 +3,11 @@
 Every rank makes the same plan from the same documents. Nothing here communicates or touches a device.
 """
 
+import contextlib
 import functools
 import json
 import math
+import zlib
 from importlib import resources
 
 import numpy as np
@@ -14,6 +16,7 @@ import torch
 from automodel_c import _amcore
 from automodel_c.partition import Pack
 
+from . import alarms
 from .exchange import Route
 from .straddle import Straddles
 
@@ -42,13 +45,30 @@ class ContextPlan:
         forward = np.arange(ranks)
         self.owners = forward if layout == "contiguous" else np.concatenate([forward, forward[::-1]])
         self.chunk = self.padded // len(self.owners)
-        self._attention = {}
+        self._attention, self._in_use = {}, False
 
     def __repr__(self):
         return (
             f"ContextPlan({len(self.docs)} documents, {self.tokens} tokens and {self.padded - self.tokens} of padding, "
             f"{self.layout} over {self.ranks} ranks, this is rank {self.rank})"
         )
+
+    @functools.cached_property
+    def words(self):
+        """What the plans of all ranks must agree on."""
+        words = f"{len(self.docs)} documents in {self.tokens} tokens, {self.layout}, {self.scheme}"
+        prices = repr(vars(self.prices)).encode()
+        return f"{words} [{zlib.crc32(prices, zlib.crc32(self.docs)):08x}]"
+
+    def route(self, moves, rows_in, rows_out, what):
+        """The `Route` of moves of the whole group. what: words for people."""
+        return Route.of(moves, self.rank, self.ranks, rows_in, rows_out, f"{what}, plan of {self.words}")
+
+    def use(self):
+        """Lets peers that wait for other rows than this plan's find that out. Told once."""
+        if self.group is not None and not self._in_use:
+            self._in_use = True
+            alarms.pass_by(self.group, f"a plan of {self.words}")
 
     @functools.cached_property
     def chunk_at(self):
@@ -89,7 +109,7 @@ class ContextPlan:
         one = np.stack([self.owners, self.owners, self.chunk_at, begins, rows], axis=1)[some]
         moves = np.tile(one, (self.ranks, 1))
         moves[:, 1] = np.repeat(np.arange(self.ranks), len(one))
-        return Route.of(moves, self.rank, self.ranks, self.local, self.tokens)
+        return self.route(moves, self.local, self.tokens, "gathered rows")
 
     @functools.cached_property
     def straddles(self):
@@ -114,6 +134,17 @@ class ContextPlan:
         """
         attention = self.attention(heads, kv_heads, dim, dtype, causal=causal).explain()
         return "\n".join([attention, *self.straddles.explain(*states, channels, width, dtype)])
+
+
+@contextlib.contextmanager
+def in_use(plan, name):
+    """Around an operator on a plan: what a rank raises there, every rank of the plan's group raises. Where it is no
+    plan, nobody knows for which group that was: all that this process exchanges rows in are told."""
+    with alarms.everywhere(*([plan.group] if isinstance(plan, ContextPlan) else alarms.groups())):
+        if not isinstance(plan, ContextPlan):
+            raise TypeError(f"{name}: plan must come from ContextParallel.plan, not {type(plan).__name__}")
+        plan.use()
+        yield
 
 
 class AttentionPlan:
@@ -167,19 +198,24 @@ class AttentionPlan:
     def keys(self):
         """Route of keys and values from the shards into this rank's key buffer."""
         rows = int((self.mine[:, 6] + self.mine[:, 7]).max(initial=0))
-        return Route.of(self.key_moves, self.plan.rank, self.plan.ranks, self.plan.local, rows)
+        return self._route(self.key_moves, self.plan.local, rows, "keys and values")
 
     @functools.cached_property
     def queries(self):
         """Route of queries from the shards into this rank's query buffer."""
         rows = int((self.mine[:, 3] - self.mine[:, 2]).sum())
-        return Route.of(self.query_moves, self.plan.rank, self.plan.ranks, self.plan.local, rows)
+        return self._route(self.query_moves, self.plan.local, rows, "queries")
 
     @functools.cached_property
     def outputs(self):
         """Route of outputs from the query buffers home into the shards."""
         home = self.query_moves[:, [1, 0, 3, 2, 4]]
-        return Route.of(home, self.plan.rank, self.plan.ranks, self.queries.rows_out, self.plan.local)
+        return self._route(home, self.queries.rows_out, self.plan.local, "outputs")
+
+    def _route(self, moves, rows_in, rows_out, what):
+        heads, kv_heads, dim, _ = self.shape
+        of = f"{heads} heads over {kv_heads} of dim {dim}{', causal' if self.causal else ''}"
+        return self.plan.route(moves, rows_in, rows_out, f"{what} of attention ({of})")
 
     @functools.cached_property
     def costs(self):

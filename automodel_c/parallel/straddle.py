@@ -11,8 +11,6 @@ import numpy as np
 
 from automodel_c.partition import Pack
 
-from .exchange import Route
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Part:
@@ -182,7 +180,8 @@ class States:
                 if rank == plan.rank:
                     self._add_block(span, bool(straddles.through[span]), value_dim)
         self.moves = np.array(moves, np.int64).reshape(-1, 5)
-        self.route = Route.of(self.moves, plan.rank, plan.ranks, int(sent[plan.rank]), received[plan.rank])
+        what = f"states of a gated delta rule ({key_dim} x {value_dim})"
+        self.route = plan.route(self.moves, int(sent[plan.rank]), received[plan.rank], what)
 
     def _add_block(self, span, through, value_dim):
         n = len(self.sizes)
@@ -215,7 +214,8 @@ class Halo:
                     moves.append((straddles.owner[source], rank, row, received[rank] - (begin - low), high - low))
         self.moves = np.array(moves, np.int64).reshape(-1, 5)
         self.moves = self.moves[np.argsort(self.moves[:, 1], kind="stable")]
-        self.route = Route.of(self.moves, plan.rank, plan.ranks, plan.local, received[plan.rank])
+        what = f"rows before a convolution of width {width}"
+        self.route = plan.route(self.moves, plan.local, received[plan.rank], what)
 
     def traffic(self, channels, dtype):
         """{"sent", "received", "messages"}: int64 [ranks], bytes and messages of one forward pass."""

@@ -1,6 +1,7 @@
 """What a rank does in the tests of the model under context parallelism, the models, and the packs they are run on."""
 
 import functools
+import time
 
 import torch
 import torch.distributed as dist
@@ -177,6 +178,92 @@ def bad_batch(rank):
     if dist.get_rank() == rank:
         batch["image_grid_thw"] = batch["image_grid_thw"][:-1]
     model(batch)
+
+
+def rows_seen(pack, enabled, training):
+    """How many rows of pixels this rank's tower runs in a forward."""
+    model, seen = build("experts", 0, "world"), []
+    whole, sharding = model.model.visual.forward, model.frame_sharding
+    model.frame_sharding = FrameSharding.from_mapping(SHARDED | {"enabled": enabled})
+    model.model.visual.forward = lambda pixels, **grid: seen.append(len(pixels)) or whole(pixels, **grid)
+    try:
+        with torch.set_grad_enabled(training):
+            model(PACKS[pack]) if training else model.logits(PACKS[pack], [0])
+    finally:
+        model.model.visual.forward, model.frame_sharding = whole, sharding
+    return seen
+
+
+def raises_first(pack, case):
+    """The loss before and after a forward that raises on every rank."""
+    model, batch = build("experts", 0, "world"), dict(PACKS[pack])
+    before, whole = model(batch)[0].item(), model.model.visual.forward
+    if case == "tower":
+        model.model.visual.forward = _raise
+    else:
+        batch["image_grid_thw"] = batch["image_grid_thw"][:-1]
+    raised = False
+    try:
+        model(batch)
+    except (KeyError, ValueError):
+        raised = True
+    model.model.visual.forward = whole
+    return before, model(PACKS[pack])[0].item(), raised
+
+
+def _without_media(batch):
+    media = torch.isin(batch["input_ids"], torch.tensor([packs.IMAGE, packs.VIDEO]))
+    kept = ("labels", "cu_seqlens", "position_ids")
+    return {key: batch[key] for key in kept if key in batch} | {"input_ids": batch["input_ids"].masked_fill(media, 1)}
+
+
+def _raise(*args, **kwargs):
+    raise KeyError("the tower's own")
+
+
+def _in_bf16(model):
+    other = build("experts", 97, "world", dtype=torch.bfloat16)
+    other.cp = model.cp
+    return other
+
+
+def _changed(model, batch, case):
+    """(model, batch) of the odd rank."""
+    if case == "documents":
+        batch = {**batch, "cu_seqlens": batch["cu_seqlens"][[0, -1]]}
+    elif case == "media":
+        batch = _without_media(batch)
+    elif case == "dtype":
+        model = _in_bf16(model)
+    elif case == "tower":
+        model.model.visual.forward = _raise
+    elif case == "sharding":
+        model.frame_sharding = FrameSharding()
+    elif case == "prediction":
+        model.mtp = None
+    elif case == "auxiliary loss":
+        model.aux_loss = None
+    return model, batch
+
+
+def disagreements(cases, odd):
+    """(message, rank that it names, seconds) of each case in a group of its own; one rank is the odd one."""
+    found = []
+    for case in cases:
+        build.cache_clear()
+        model, batch = build("experts", 97, "world"), PACKS["clips"]
+        model.cp = ContextParallel(dist.new_group(list(range(dist.get_world_size()))))
+        if dist.get_rank() == odd:
+            model, batch = _changed(model, batch, case)
+        began = time.monotonic()
+        try:
+            model(batch)[0].backward()
+            found.append(("nothing", None, 0.0))
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            found.append((text, getattr(error, "rank", None), time.monotonic() - began))
+    build.cache_clear()
+    return found
 
 
 def on_mesh(name, packs_of_dp, labels):

@@ -191,6 +191,42 @@ def test_a_bad_batch_on_one_rank_raises_on_every_rank(rank_pools):
     assert all("image_grid_thw asks for" in text for text in failed.value.reports.values())
 
 
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+def test_frames_are_shared_where_that_is_enabled(ranks, training):
+    rows = len(PACKS["clips"]["pixel_values"]) + len(PACKS["clips"]["pixel_values_videos"])
+    assert ranks.run(worker.rows_seen, "clips", False, training) == [[rows], [rows]]
+    shared = ranks.run(worker.rows_seen, "clips", True, training)
+    assert [len(seen) for seen in shared] == [1, 1] and sum(seen for (seen,) in shared) == rows
+
+
+@pytest.mark.parametrize("case", ["tower", "batch"])
+def test_a_forward_that_raised_on_every_rank_leaves_nothing_behind(ranks, case):
+    for before, after, raised in ranks.run(worker.raises_first, "clips", case):
+        assert raised and before == after
+
+
+# what one rank does otherwise: words of the message
+DISAGREEMENTS = {
+    "documents": "a plan of 1 documents",
+    "media": "vision tokens",
+    "dtype": "torch.bfloat16",
+    "tower": 'KeyError: "the tower\'s own"',
+    "sharding": "vision tokens",
+    "prediction": "vision tokens",
+    "auxiliary loss": "loads of experts",
+}
+
+
+@pytest.mark.parametrize(("world", "odd"), [(2, 1), (3, 1)])
+def test_a_rank_that_does_otherwise_is_named_by_every_rank(rank_pools, world, odd):
+    found = rank_pools(world).run(worker.disagreements, list(DISAGREEMENTS), odd, timeout=120)
+    rank_pools(world).close()
+    for (case, words), answers in zip(DISAGREEMENTS.items(), zip(*found, strict=True), strict=True):
+        for rank, (text, named, took) in enumerate(answers):
+            assert words in text and took < 20, (case, rank, text, took)
+            assert named == odd or (rank == odd and case == "tower"), (case, rank, text)
+
+
 def test_a_mesh_with_data_parallelism(rank_pools, truth):
     """dp 2 x cp 2 under FSDP2: gradients are those of one rank that has both packs."""
     chosen, name = ("mixed", "clips"), "experts"

@@ -209,7 +209,7 @@ def operator_checks():
     route = Route.of(moves, rank, world, 5, 6)
     x = torch.randn(5, 3, requires_grad=True)
     arguments = (route.sends, route.receipts, route.own, route.send_rows, route.receive_rows, route.own_after,
-                 route.rows_out, route.used, dist.group.WORLD.group_name)  # fmt: skip
+                 route.rows_out, route.used, dist.group.WORLD.group_name, route.words)  # fmt: skip
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.automodel_c.exchange_rows.default, (x, *arguments), test_utils=tests)
     out = exchange(x, route, dist.group.WORLD)

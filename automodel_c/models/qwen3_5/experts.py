@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from automodel_c import ops
-from automodel_c.parallel.exchange import Route, exchange
+from automodel_c.parallel.exchange import exchange
 
 from .layers import MLP
 
@@ -62,10 +62,10 @@ def over_ranks(stats, plan, real_rows):
     An auxiliary loss is linear in prob_sum, so that what it makes of these is this rank's part: values and gradients
     sum over the group to those of one rank. Loads travel once for all layers, and nothing in backward.
     """
-    ranks, rank = plan.ranks, plan.rank
+    ranks = plan.ranks
     src, dst = (x.flatten() for x in np.meshgrid(np.arange(ranks), np.arange(ranks)))
     zeros = np.zeros_like(src)
-    route = Route.of(np.stack([src, dst, zeros, src, zeros + 1], axis=1), rank, ranks, 1, ranks)
+    route = plan.route(np.stack([src, dst, zeros, src, zeros + 1], axis=1), 1, ranks, "loads of experts")
     loads = exchange(torch.stack([load for load, _, _ in stats])[None], route, plan.group).sum(0)
     rows = torch.tensor(real_rows, device=loads.device)
     return [(load, prob_sum, rows) for load, (_, prob_sum, _) in zip(loads, stats, strict=True)]

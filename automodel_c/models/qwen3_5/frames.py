@@ -5,7 +5,7 @@ import dataclasses
 import torch
 
 from automodel_c.parallel import alarms
-from automodel_c.parallel.exchange import Route, exchange
+from automodel_c.parallel.exchange import exchange
 from automodel_c.parallel.frame_plan import plan_frames, replicates
 from automodel_c.parallel.frame_shard import refuse_trainable, run_frames
 
@@ -36,7 +36,7 @@ def see(visual, media, share, sharding, device):
         )  # fmt: skip
         made = _run_own(visual, media, frames, frames.tokens[plan.rank])
     moves = share.token_moves(media.places, frames.tokens)
-    route = Route.of(moves, plan.rank, plan.ranks, len(made), len(places))
+    route = plan.route(moves, len(made), len(places), "vision tokens")
     # entered even where no token travels: a rank whose tower failed is found out here
     return exchange(made, dataclasses.replace(route, used=True), plan.group), places
 

@@ -6,8 +6,6 @@ Letters: T tokens, L rows of the padded pack that a rank holds, X more that its 
 import numpy as np
 import torch
 
-from automodel_c.parallel.exchange import Route
-
 
 class Share:
     """One rank's rows of a pack, from `ends` int64 [T], one past the document of each token, 0 in padding.
@@ -86,7 +84,7 @@ class Share:
         one = np.stack([owner, owner, plan.local_row(rows), np.arange(len(rows)), np.ones_like(rows)], axis=1)
         moves = np.tile(one, (plan.ranks, 1))
         moves[:, 1] = np.repeat(np.arange(plan.ranks), len(one))
-        return Route.of(moves, plan.rank, plan.ranks, plan.local, len(rows))
+        return plan.route(moves, plan.local, len(rows), "hidden states for logits")
 
     def _token_at(self, places):
         """int64 [tokens]: the vision token of each row, or -1."""

@@ -115,6 +115,8 @@ class Batch:
         self.num_label_tokens = given.get("num_label_tokens", self.label_count)
         documents = {key: given[key] for key in ("cu_seqlens", "doc_ids") if key in given}
         plan = None if group is None else cp.plan(**documents, tokens=tokens)
+        if plan is not None:
+            plan.use()
         self.share = share = Share(ends, plan, depths)
         self.real_rows = int(real.sum())
         padding = share.take(torch.from_numpy(~real), True)
