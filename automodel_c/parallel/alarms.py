@@ -12,6 +12,7 @@ import json
 import time
 import weakref
 
+import torch
 import torch.distributed as dist
 
 from .faults import RankFailure, _lost_connection, _ports, _words
@@ -53,6 +54,13 @@ def wait(work, group):
             if work.is_completed():
                 work.wait()  # raises, unless it ended just after the spell
                 return
+
+
+def all_to_all(x, group):
+    """x [ranks]: element r goes to rank r -> what each rank sent here. An exchange, as `wait` counts them."""
+    out = torch.empty_like(x)
+    wait(dist.all_to_all_single(out, x.contiguous(), group=group, async_op=True), group)
+    return out
 
 
 def _tell(group, error):
