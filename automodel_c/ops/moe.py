@@ -36,7 +36,9 @@ def moe(
         down: [E, H, I], hidden's dtype.
         top_k: experts of a token, 1 to E.
         padding: bool [T] or None; True marks a row that is never routed, may hold NaN, and has output and gradient 0.
-        ep_group: None or a process group of one rank.
+        ep_group: None, or the process group (gloo) whose ranks share the E experts: rank r holds a contiguous range of
+            them, its gate_up and down are those, and what is over goes to the first ranks. Every rank calls, with its
+            own tokens; gradients of gate_up and down are those of all ranks' losses.
         return_aux: return (out, this layer's auxiliary loss): `per_layer_aux_loss` of the statistics.
         return_router_stats: return (out, load, prob_sum, real_rows): load int64 [E], how many tokens chose an expert;
             prob_sum float32 [E], differentiable, the sum of the full softmax over the tokens; real_rows int64 [], n.
@@ -46,22 +48,25 @@ def moe(
 
     Raises:
         ValueError: shapes that disagree, a strided last axis, another device, a `top_k` out of range, both returns.
-        TypeError: another dtype, an `ep_group` that is none. NotImplementedError: a group of several ranks.
+        TypeError: another dtype, an `ep_group` that is none.
         RuntimeError: a second derivative.
 
     For backward the logits, choices and gate_up's products are kept, in hidden's dtype: T (E + 2 k I) numbers. The
     products are not made again, because that costs a third of the forward and activation checkpointing, which would
     then do it twice, already gives the memory back. A second forward routes alike, to the bit.
     """
-    tensors = {"hidden": hidden, "router_weight": router_weight, "gate_up": gate_up, "down": down}
-    require_tensors("moe", **tensors, **({} if padding is None else {"padding": padding}))
-    _check(ep_group, return_aux and return_router_stats)
-    keep = torch.is_grad_enabled() and any(x.requires_grad for x in (hidden, router_weight, gate_up, down))
-    count = _count("moe", top_k)
-    out, *stats = _moe(hidden, router_weight, gate_up, down, padding, count, keep)[:4]
+    group, inputs = _group(ep_group), (hidden, router_weight, gate_up, down, padding)
+    if group:
+        from automodel_c.parallel.experts import moe_over_ranks  # it is built on the operators
+
+        out, *stats = moe_over_ranks(*inputs, lambda: _checked(*inputs, top_k, return_aux, return_router_stats), group)
+    else:
+        count = _checked(*inputs, top_k, return_aux, return_router_stats)
+        keep = torch.is_grad_enabled() and any(x.requires_grad for x in inputs[:4])
+        out, *stats = _moe(*inputs, count, keep)[:4]
     if return_router_stats:
         return out, *stats
-    return (out, per_layer_aux_loss(*stats, top_k=count)) if return_aux else out
+    return (out, per_layer_aux_loss(*stats, top_k=top_k)) if return_aux else out
 
 
 def per_layer_aux_loss(load, prob_sum, real_rows, *, top_k):
@@ -120,17 +125,22 @@ def add_shared_expert(out, shared, gate):
     return _join(out, shared, gate)
 
 
-def _check(ep_group, both):
-    if both:
-        raise ValueError("moe: return_aux and return_router_stats are both given, at most 1 is possible")
+def _group(ep_group):
+    """The group, None where one rank holds all experts."""
     if ep_group is None:
-        return
+        return None
     if not (torch.distributed.is_available() and isinstance(ep_group, torch.distributed.ProcessGroup)):
         raise TypeError(f"moe: ep_group must be a process group or None, not {type(ep_group).__name__}")
-    if ep_group.size() > 1:
-        raise NotImplementedError(
-            f"moe: ep_group has {ep_group.size()} ranks; there is the path of one rank, which holds all experts"
-        )
+    return ep_group if ep_group.size() > 1 else None
+
+
+def _checked(hidden, router_weight, gate_up, down, padding, top_k, return_aux, return_router_stats):
+    """top_k as an int, when everything is of the right kind."""
+    tensors = {"hidden": hidden, "router_weight": router_weight, "gate_up": gate_up, "down": down}
+    require_tensors("moe", **tensors, **({} if padding is None else {"padding": padding}))
+    if return_aux and return_router_stats:
+        raise ValueError("moe: return_aux and return_router_stats are both given, at most 1 is possible")
+    return _count("moe", top_k)
 
 
 def _count(name, top_k):

@@ -25,6 +25,7 @@ import threading
 import time
 import weakref
 
+import torch
 import torch.distributed as dist
 
 from .faults import RankFailure, _lost_connection, _ports, _words

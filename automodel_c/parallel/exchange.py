@@ -100,6 +100,20 @@ def exchange(x, route, group):
         )  # fmt: skip
 
 
+def exchange_back(x, route, group):
+    """The way back of `exchange`: x [rows_out, ...] -> [rows_in, ...], each row the sum over the places it went to.
+
+    Sums are float32, in the order of ranks; rows that went nowhere are 0. Its gradient travels as `exchange` does.
+    """
+    with alarms.everywhere(group):
+        if x.shape[0] != route.rows_out:
+            raise ValueError(f"exchange_back: x has {x.shape[0]} rows, the route brought {route.rows_out}")
+        return _backward(
+            _whole_rows(x), route.sends, route.receipts, route.own, route.send_rows, route.receive_rows,
+            route.own_after, route.rows_in, route.used, group.group_name, route.words,
+        )  # fmt: skip
+
+
 def _starts(rows):
     return np.cumsum(rows) - rows
 
@@ -184,12 +198,17 @@ def _setup(ctx, inputs, output):
     ctx.save_for_backward(sends, receipts, own)
 
 
-def _derivative(ctx, dout):
-    dx = _backward(
-        _whole_rows(dout), *ctx.saved_tensors, ctx.send_rows, ctx.receive_rows, ctx.own_after, ctx.rows_in, ctx.used,
-        ctx.group, ctx.words,
-    )  # fmt: skip
-    return dx, *(None,) * 10
+def _turned(other):
+    """The derivative of one direction is the other."""
+
+    def derivative(ctx, dout):
+        dx = other()(
+            _whole_rows(dout), *ctx.saved_tensors, ctx.send_rows, ctx.receive_rows, ctx.own_after, ctx.rows_in,
+            ctx.used, ctx.group, ctx.words,
+        )  # fmt: skip
+        return dx, *(None,) * 10
+
+    return derivative
 
 
 def _fake(x, sends, receipts, own, send_rows, receive_rows, own_after, rows, used, group, words):
@@ -200,5 +219,10 @@ _ARGUMENTS = (
     "Tensor sends, Tensor receipts, Tensor own, int[] send_rows, int[] receive_rows, int own_after, "
     "int rows, bool used, str group, str words) -> Tensor"
 )
-_rows = define(f"exchange_rows(Tensor x, {_ARGUMENTS}", _rows_cpu, _fake, setup=_setup, backward=_derivative)
-_backward = define(f"exchange_rows_backward(Tensor dout, {_ARGUMENTS}", _backward_cpu, _fake)
+_rows = define(
+    f"exchange_rows(Tensor x, {_ARGUMENTS}", _rows_cpu, _fake, setup=_setup, backward=_turned(lambda: _backward)
+)
+_backward = define(
+    f"exchange_rows_backward(Tensor dout, {_ARGUMENTS}", _backward_cpu, _fake, setup=_setup,
+    backward=_turned(lambda: _rows),
+)  # fmt: skip

@@ -1,18 +1,23 @@
-"""What activation checkpointing keeps, so that recomputation moves no rows and repeats no attention."""
+"""What activation checkpointing keeps, so that recomputation moves no rows and repeats no attention and no choice of
+experts on other ranks."""
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from automodel_c.ops import attention as _attention  # noqa: F401  registers its operator
+from automodel_c.ops import _experts  # noqa: F401  registers their operators
 from automodel_c.parallel import exchange as _exchange  # noqa: F401  registers its operator
 
-KEPT = {torch.ops.automodel_c.exchange_rows.default, torch.ops.automodel_c.attention_forward.default}
+KEPT = {
+    getattr(torch.ops.automodel_c, name).default
+    for name in ("exchange_rows", "exchange_rows_backward", "attention_forward", "moe_route")
+}
 
 
 def checkpoint_context_fn():
     """For ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=checkpoint_context_fn)``.
 
-    The rows that came in and the outputs of attention are kept; everything else is computed again.
+    The rows that came in, the outputs of attention and the choice of experts on other ranks are kept; everything else
+    is computed again.
     """
     return create_selective_checkpoint_contexts(_policy)
 

@@ -49,6 +49,30 @@ static am_status check_own(const char *name, const am_tensor *t, bool optional, 
 #define EXTENTS(...)                                                                                                   \
     (const int64_t[]) { __VA_ARGS__ }
 
+static bool has(const am_tensor *t) { return t->dtype != AM_NONE; }
+
+static am_status check_router(const am_moe_args *a)
+{
+    const int64_t experts = a->router_weight.shape[0];
+    AM_CHECK(a->router_weight.ndim == 2, AM_ERR_SHAPE, "moe: router_weight has %d axes, [E, H] is needed",
+             a->router_weight.ndim);
+    AM_TRY(check_input("router_weight", &a->router_weight, a, 2, EXTENTS(experts, a->hidden.shape[1])));
+    AM_CHECK(a->top_k >= 1 && a->top_k <= experts, AM_ERR_ARG, "moe: top_k is %lld, 1 to %lld experts are possible",
+             (long long)a->top_k, (long long)experts);
+    if (has(&a->padding))
+        AM_TRY(check_tensor("padding", &a->padding, AM_BOOL, 1, EXTENTS(a->hidden.shape[0])));
+    return AM_OK;
+}
+
+static am_status check_experts(const am_moe_args *a, int64_t experts)
+{
+    AM_CHECK(a->down.ndim == 3, AM_ERR_SHAPE, "moe: down has %d axes, [E, H, I] is needed", a->down.ndim);
+    const int64_t hidden = a->hidden.shape[1], inner = a->down.shape[2];
+    AM_TRY(check_input("gate_up", &a->gate_up, a, 3, EXTENTS(experts, 2 * inner, hidden)));
+    return check_input("down", &a->down, a, 3, EXTENTS(experts, hidden, inner));
+}
+
+/* The inputs of the whole layer, or of the half whose weights are given. */
 static am_status check_inputs(const am_moe_args *a, const am_exec *ex)
 {
     const am_tensor *const x = &a->hidden;
@@ -56,70 +80,88 @@ static am_status check_inputs(const am_moe_args *a, const am_exec *ex)
              "moe: hidden is %s, float32 or bfloat16 is needed", am_dtype_name(x->dtype));
     AM_CHECK(x->ndim == 2, AM_ERR_SHAPE, "moe: hidden has %d axes, [T, H] is needed", x->ndim);
     AM_TRY(check_unit("hidden", x));
-    AM_CHECK(a->router_weight.ndim == 2, AM_ERR_SHAPE, "moe: router_weight has %d axes, [E, H] is needed",
-             a->router_weight.ndim);
-    AM_CHECK(a->down.ndim == 3, AM_ERR_SHAPE, "moe: down has %d axes, [E, H, I] is needed", a->down.ndim);
-    const int64_t tokens = x->shape[0], hidden = x->shape[1], experts = a->router_weight.shape[0];
-    const int64_t inner = a->down.shape[2];
-    AM_TRY(check_input("router_weight", &a->router_weight, a, 2, EXTENTS(experts, hidden)));
-    AM_TRY(check_input("gate_up", &a->gate_up, a, 3, EXTENTS(experts, 2 * inner, hidden)));
-    AM_TRY(check_input("down", &a->down, a, 3, EXTENTS(experts, hidden, inner)));
-    AM_CHECK(a->top_k >= 1 && a->top_k <= experts, AM_ERR_ARG, "moe: top_k is %lld, 1 to %lld experts are possible",
-             (long long)a->top_k, (long long)experts);
-    if (a->padding.dtype != AM_NONE)
-        AM_TRY(check_tensor("padding", &a->padding, AM_BOOL, 1, EXTENTS(tokens)));
+    AM_CHECK(has(&a->gate_up) == has(&a->down), AM_ERR_ARG, "moe: gate_up and down are needed together");
+    AM_CHECK(has(&a->router_weight) || has(&a->down), AM_ERR_ARG, "moe: router_weight or gate_up and down are needed");
+    AM_CHECK(a->top_k >= 1, AM_ERR_ARG, "moe: top_k is %lld, at least 1 is needed", (long long)a->top_k);
+    if (has(&a->router_weight))
+        AM_TRY(check_router(a));
+    if (has(&a->down))
+        AM_TRY(check_experts(a, has(&a->router_weight) ? a->router_weight.shape[0] : a->down.shape[0]));
     AM_CHECK(ex->dev == AM_DEV_CPU, AM_ERR_UNSUPPORTED, "moe: there is a CPU kernel only, the tensors are on CUDA");
     return AM_OK;
 }
 
-/* What forward makes and backward reads again. */
-static am_status check_kept(const am_moe_args *a, bool optional)
+static am_status check_choice(const am_moe_args *a)
 {
-    const int64_t tokens = a->hidden.shape[0], experts = a->router_weight.shape[0], k = a->top_k;
-    AM_TRY(check_own("logits", &a->logits, false, a->hidden.dtype, 2, EXTENTS(tokens, experts)));
+    const int64_t tokens = a->hidden.shape[0], k = a->top_k;
     AM_TRY(check_own("chosen", &a->chosen, false, AM_I32, 2, EXTENTS(tokens, k)));
     AM_TRY(check_own("weights", &a->weights, false, AM_F32, 2, EXTENTS(tokens, k)));
-    AM_TRY(
-        check_own("products", &a->products, optional, a->hidden.dtype, 2, EXTENTS(tokens * k, 2 * a->down.shape[2])));
     return check_own("workspace", &a->workspace, false, AM_U8, 1, a->workspace.shape);
 }
 
-static am_status check_forward(const am_moe_args *a, const am_exec *ex)
+static am_status check_logits(const am_moe_args *a)
 {
-    AM_TRY(check_inputs(a, ex));
-    AM_TRY(check_kept(a, true));
-    AM_TRY(check_own("out", &a->out, false, a->hidden.dtype, 2, a->hidden.shape));
+    return check_own("logits", &a->logits, false, a->hidden.dtype, 2,
+                     EXTENTS(a->hidden.shape[0], a->router_weight.shape[0]));
+}
+
+static am_status check_products(const am_moe_args *a, bool optional)
+{
+    return check_own("products", &a->products, optional, a->hidden.dtype, 2,
+                     EXTENTS(a->hidden.shape[0] * a->top_k, 2 * a->down.shape[2]));
+}
+
+static am_status check_counts(const am_moe_args *a)
+{
     AM_TRY(check_own("load", &a->load, false, AM_I64, 1, a->router_weight.shape));
     AM_TRY(check_own("prob_sum", &a->prob_sum, false, AM_F32, 1, a->router_weight.shape));
     return check_own("real_rows", &a->real_rows, false, AM_I64, 0, NULL);
 }
 
-static am_status check_chosen(const am_moe_args *a)
+static am_status check_out(const am_moe_args *a)
+{
+    return check_own("out", &a->out, false, a->hidden.dtype, 2, a->hidden.shape);
+}
+
+/* Every real token's choice is one of `experts`, or, where `none` may be, -1. */
+static am_status check_chosen(const am_moe_args *a, int64_t experts, bool none)
 {
     const int32_t *const chosen = a->chosen.data;
     const uint8_t *const padding = a->padding.data;
     for (int64_t t = 0; t < a->hidden.shape[0]; t++) {
-        const bool real = a->padding.dtype == AM_NONE || padding[t * a->padding.stride[0]] == 0;
+        const bool real = !has(&a->padding) || padding[t * a->padding.stride[0]] == 0;
         for (int64_t p = t * a->top_k; p < (t + 1) * a->top_k && real; p++)
-            AM_CHECK(chosen[p] >= 0 && chosen[p] < a->router_weight.shape[0], AM_ERR_ARG,
+            AM_CHECK(chosen[p] >= (none ? -1 : 0) && chosen[p] < experts, AM_ERR_ARG,
                      "moe: chosen[%lld] is %d, there are %lld experts", (long long)p, (int)chosen[p],
-                     (long long)a->router_weight.shape[0]);
+                     (long long)experts);
     }
     return AM_OK;
 }
 
-static am_status check_backward(const am_moe_args *a, const am_exec *ex)
+static am_status check_router_grad(const am_moe_args *a)
 {
-    const am_dtype dtype = a->hidden.dtype;
-    AM_TRY(check_inputs(a, ex));
-    AM_TRY(check_kept(a, false));
-    AM_TRY(check_input("dout", &a->dout, a, 2, a->hidden.shape));
+    AM_TRY(check_logits(a));
     AM_TRY(check_own("dprob_sum", &a->dprob_sum, true, AM_F32, 1, a->router_weight.shape));
-    AM_TRY(check_own("dhidden", &a->dhidden, true, dtype, 2, a->hidden.shape));
-    AM_TRY(check_own("drouter", &a->drouter, true, dtype, 2, a->router_weight.shape));
-    AM_TRY(check_own("dgate_up", &a->dgate_up, true, dtype, 3, a->gate_up.shape));
-    AM_TRY(check_own("ddown", &a->ddown, true, dtype, 3, a->down.shape));
-    return check_chosen(a);
+    AM_TRY(check_own("drouter", &a->drouter, true, a->hidden.dtype, 2, a->router_weight.shape));
+    return check_chosen(a, a->router_weight.shape[0], false);
+}
+
+static am_status check_experts_grad(const am_moe_args *a)
+{
+    AM_TRY(check_products(a, false));
+    AM_TRY(check_input("dout", &a->dout, a, 2, a->hidden.shape));
+    AM_TRY(check_own("dgate_up", &a->dgate_up, true, a->hidden.dtype, 3, a->gate_up.shape));
+    return check_own("ddown", &a->ddown, true, a->hidden.dtype, 3, a->down.shape);
+}
+
+static am_status check_dhidden(const am_moe_args *a)
+{
+    return check_own("dhidden", &a->dhidden, true, a->hidden.dtype, 2, a->hidden.shape);
+}
+
+static am_status check_dweights(const am_moe_args *a, bool optional)
+{
+    return check_own("dweights", &a->dweights, optional, AM_F32, 2, EXTENTS(a->hidden.shape[0], a->top_k));
 }
 
 static const moe_row *pick_row(am_dtype dtype)
@@ -146,7 +188,17 @@ am_status am_moe_workspace(am_moe_args *a, const am_exec *ex)
     return AM_OK;
 }
 
-/* The rows of padding, which no kernel touches. */
+static am_status start(const am_moe_args *a, bool backward, moe_job *job)
+{
+    size_t bytes = 0;
+    moe_plan(a, pick_row(a->hidden.dtype), backward, job, &bytes);
+    AM_TRY(moe_layout(job, &a->workspace));
+    if (a->hidden.dtype == AM_F32)
+        job->sum = backward ? a->dhidden.data : a->out.data;
+    return AM_OK;
+}
+
+/* The router's rows of padding, which no kernel touches. */
 static void fill_padding(const moe_job *job)
 {
     const am_moe_args *const a = job->a;
@@ -160,9 +212,14 @@ static void fill_padding(const moe_job *job)
         memset(am_at(&a->chosen, t * job->top_k), 0xff, k * sizeof(int32_t));
         memset(am_at(&a->weights, t * job->top_k), 0, k * sizeof(float));
     }
+}
+
+static void fill_products(const moe_job *job)
+{
+    const am_moe_args *const a = job->a;
     const size_t row = (size_t)(2 * job->inner) * am_dtype_size(a->hidden.dtype);
-    const int64_t rows = job->n_real * job->top_k, all = job->tokens * job->top_k;
-    if (a->products.dtype != AM_NONE && rows < all)
+    const int64_t rows = job->offset[job->experts], all = job->tokens * job->top_k;
+    if (has(&a->products) && rows < all)
         memset(am_at(&a->products, rows * 2 * job->inner), 0, (size_t)(all - rows) * row);
 }
 
@@ -179,39 +236,114 @@ static void count(const moe_job *job)
     *(int64_t *)a->real_rows.data = job->n_real;
 }
 
+static void route(moe_job *job)
+{
+    fill_padding(job);
+    moe_run(job, MOE_PACK_ROUTER);
+    moe_run(job, MOE_ROUTE);
+    moe_sort(job);
+    count(job);
+}
+
+static void run_experts(moe_job *job)
+{
+    fill_products(job);
+    moe_run(job, MOE_GATE_UP);
+    moe_run(job, MOE_COMBINE);
+}
+
+static void run_gradients(moe_job *job)
+{
+    moe_run(job, MOE_WEIGHT_GRAD);
+    if (has(&job->a->dhidden))
+        moe_run(job, MOE_HIDDEN_GRAD);
+}
+
 am_status am_moe_forward(am_moe_args *a, const am_exec *ex)
 {
     moe_job job;
-    size_t bytes = 0;
-    AM_TRY(check_forward(a, ex));
-    moe_plan(a, pick_row(a->hidden.dtype), false, &job, &bytes);
-    AM_TRY(moe_layout(&job, &a->workspace));
-    if (a->hidden.dtype == AM_F32)
-        job.sum = a->out.data;
-    fill_padding(&job);
-    moe_run(&job, MOE_PACK_ROUTER);
-    moe_run(&job, MOE_ROUTE);
+    AM_TRY(check_inputs(a, ex));
+    AM_TRY(check_choice(a));
+    AM_TRY(check_logits(a));
+    AM_TRY(check_counts(a));
+    AM_TRY(check_products(a, true));
+    AM_TRY(check_out(a));
+    AM_TRY(start(a, false, &job));
+    route(&job);
+    run_experts(&job);
+    return AM_OK;
+}
+
+am_status am_moe_route_forward(am_moe_args *a, const am_exec *ex)
+{
+    moe_job job;
+    AM_TRY(check_inputs(a, ex));
+    AM_TRY(check_choice(a));
+    AM_TRY(check_logits(a));
+    AM_TRY(check_counts(a));
+    AM_TRY(start(a, false, &job));
+    route(&job);
+    return AM_OK;
+}
+
+am_status am_moe_experts_forward(am_moe_args *a, const am_exec *ex)
+{
+    moe_job job;
+    AM_TRY(check_inputs(a, ex));
+    AM_TRY(check_choice(a));
+    AM_TRY(check_products(a, true));
+    AM_TRY(check_out(a));
+    AM_TRY(check_chosen(a, a->down.shape[0], true));
+    AM_TRY(start(a, false, &job));
     moe_sort(&job);
-    count(&job);
-    moe_run(&job, MOE_GATE_UP);
-    moe_run(&job, MOE_COMBINE);
+    run_experts(&job);
     return AM_OK;
 }
 
 am_status am_moe_backward(am_moe_args *a, const am_exec *ex)
 {
     moe_job job;
-    size_t bytes = 0;
-    AM_TRY(check_backward(a, ex));
-    moe_plan(a, pick_row(a->hidden.dtype), true, &job, &bytes);
-    AM_TRY(moe_layout(&job, &a->workspace));
-    if (a->hidden.dtype == AM_F32)
-        job.sum = a->dhidden.data;
+    AM_TRY(check_inputs(a, ex));
+    AM_TRY(check_choice(a));
+    AM_TRY(check_router_grad(a));
+    AM_TRY(check_experts_grad(a));
+    AM_TRY(check_dhidden(a));
+    AM_TRY(start(a, true, &job));
     moe_sort(&job);
     moe_run(&job, MOE_ACT_GRAD);
     moe_run(&job, MOE_ROUTE_GRAD);
-    moe_run(&job, MOE_WEIGHT_GRAD);
-    if (a->dhidden.dtype != AM_NONE)
-        moe_run(&job, MOE_HIDDEN_GRAD);
+    run_gradients(&job);
+    return AM_OK;
+}
+
+am_status am_moe_route_backward(am_moe_args *a, const am_exec *ex)
+{
+    moe_job job;
+    AM_TRY(check_inputs(a, ex));
+    AM_TRY(check_choice(a));
+    AM_TRY(check_router_grad(a));
+    AM_TRY(check_dweights(a, false));
+    AM_TRY(check_dhidden(a));
+    AM_TRY(start(a, true, &job));
+    moe_run(&job, MOE_ROUTE_GRAD);
+    run_gradients(&job);
+    return AM_OK;
+}
+
+am_status am_moe_experts_backward(am_moe_args *a, const am_exec *ex)
+{
+    moe_job job;
+    AM_TRY(check_inputs(a, ex));
+    AM_TRY(check_choice(a));
+    AM_TRY(check_experts_grad(a));
+    AM_TRY(check_chosen(a, a->down.shape[0], true));
+    AM_TRY(check_dweights(a, true));
+    AM_TRY(check_dhidden(a));
+    AM_TRY(start(a, true, &job));
+    moe_sort(&job);
+    moe_run(&job, MOE_ACT_GRAD);
+    for (int64_t p = 0; p < job.tokens * job.top_k && has(&a->dweights); p++)
+        ((float *)a->dweights.data)[p] = moe_dweight(&job, p);
+    run_gradients(&job);
     return AM_OK;
 }

@@ -15,6 +15,13 @@
  * Chosen pairs of token and expert are sorted by expert, then token; row r of products belongs to the r-th of them.
  * Tensors of T, E or H rows may have any strides whose last axis is contiguous; those of the lower half are contiguous.
  *
+ * Where experts live on other ranks the two halves run apart, each with the tensors of the other left out:
+ *
+ *   route     hidden, router_weight -> logits, chosen, weights, load, prob_sum, real_rows
+ *   experts   rows of hidden that came with their chosen experts, -1: none here, and weights -> out, 0 without any
+ *
+ * Backward of the experts gives dweights, which that of the router takes; each gives its part of dhidden.
+ *
  *   shared_expert   out = routed + sigmoid(gate) * shared, rounded after each of the three operations
  */
 #ifndef AM_MOE_H
@@ -39,6 +46,7 @@ typedef struct am_moe_args {
     am_tensor weights;       /* [T, k] f32  forward: out, backward: in; rounded to hidden's dtype */
     am_tensor products;      /* [T k, 2I]   forward: out, optional; backward: in; rows behind the last are 0 */
     am_tensor dprob_sum;     /* [E] f32     backward: in, optional */
+    am_tensor dweights;      /* [T, k] f32  backward of route: in, of experts: out, optional */
     am_tensor dhidden;       /* [T, H]      backward: out, optional as the three below */
     am_tensor drouter;       /* [E, H]      backward: out */
     am_tensor dgate_up;      /* [E, 2I, H]  backward: out */
@@ -49,11 +57,16 @@ typedef struct am_moe_args {
     int64_t workspace_bytes; /* workspace: out */
 } am_moe_args;
 
-/* Bytes of scratch that the pass needs; reads the shapes of the inputs, top_k and backward. */
+/* Bytes of scratch that the pass needs; reads the shapes of the inputs, top_k and backward. Without router_weight: of
+ * the experts' pass, without gate_up and down: of the router's. */
 am_status am_moe_workspace(am_moe_args *a, const am_exec *ex);
 
 am_status am_moe_forward(am_moe_args *a, const am_exec *ex);
 am_status am_moe_backward(am_moe_args *a, const am_exec *ex);
+am_status am_moe_route_forward(am_moe_args *a, const am_exec *ex);
+am_status am_moe_route_backward(am_moe_args *a, const am_exec *ex);
+am_status am_moe_experts_forward(am_moe_args *a, const am_exec *ex);
+am_status am_moe_experts_backward(am_moe_args *a, const am_exec *ex);
 
 typedef struct am_shared_expert_args { /* f32 or bf16, one dtype, last axis contiguous */
     am_tensor out;                     /* [T, H] forward: out */

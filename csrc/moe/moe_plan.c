@@ -98,7 +98,7 @@ static size_t place_shared(moe_job *job, char *base)
         job->router = am_take(base, &at, am_round_up(job->experts, job->row->nr) * job->depth_h * WORD);
         job->partial = am_take(base, &at, moe_blocks(job->tokens, MOE_GROUP) * job->experts * (int64_t)sizeof(double));
     }
-    if (job->a->hidden.dtype != AM_F32)
+    if (job->a->hidden.dtype != AM_F32 && (job->backward || job->a->down.dtype != AM_NONE))
         job->sum = am_take(base, &at, job->tokens * job->hidden * (int64_t)sizeof(float));
     return at;
 }
@@ -108,8 +108,8 @@ void moe_plan(const am_moe_args *a, const moe_row *row, bool backward, moe_job *
     *job = (moe_job){.a = a, .row = row, .backward = backward, .top_k = a->top_k};
     job->tokens = a->hidden.shape[0];
     job->hidden = a->hidden.shape[1];
-    job->experts = a->router_weight.shape[0];
-    job->inner = a->down.shape[2];
+    job->experts = a->router_weight.dtype != AM_NONE ? a->router_weight.shape[0] : a->down.shape[0];
+    job->inner = a->down.dtype != AM_NONE ? a->down.shape[2] : 0;
     job->depth_h = depth_of(row, job->hidden);
     job->depth_i = depth_of(row, job->inner);
     job->depth_2i = depth_of(row, 2 * job->inner);
@@ -172,12 +172,16 @@ void moe_sort(moe_job *job)
     memset(job->offset, 0, (size_t)(job->experts + 1) * sizeof *job->offset);
     for (int64_t i = 0; i < job->n_real; i++)
         for (int64_t p = job->real[i] * job->top_k; p < (job->real[i] + 1) * job->top_k; p++)
-            job->offset[chosen[p] + 1]++;
+            if (chosen[p] >= 0)
+                job->offset[chosen[p] + 1]++;
     for (int64_t e = 0; e < job->experts; e++)
         job->offset[e + 1] += job->offset[e];
     order_experts(job);
     for (int64_t i = 0; i < job->n_real; i++)
         for (int64_t p = job->real[i] * job->top_k; p < (job->real[i] + 1) * job->top_k; p++) {
+            job->place[p] = -1;
+            if (chosen[p] < 0)
+                continue;
             const int64_t row = job->offset[chosen[p]]++;
             job->token[row] = job->real[i];
             job->pair[row] = p;

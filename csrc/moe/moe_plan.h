@@ -73,7 +73,7 @@ struct moe_job {
     int64_t *order;  /* [E] experts, those with most rows first */
     int64_t *token;  /* [rows] */
     int64_t *pair;   /* [rows] index into weights */
-    int64_t *place;  /* [T k] the row of a pair */
+    int64_t *place;  /* [T k] the row of a pair, -1 without one */
     moe_task *tasks;
     void *router;    /* forward: router_weight in panels */
     double *partial; /* forward: [groups of tokens, E] sums of p */
@@ -92,12 +92,27 @@ void moe_plan(const am_moe_args *a, const moe_row *row, bool backward, moe_job *
 /* Lays the planned job out in the workspace, with as many slots as it has room for, and lists the real tokens. */
 am_status moe_layout(moe_job *job, const am_tensor *workspace);
 
-/* Sorts the chosen pairs by expert, then token. */
+/* Sorts the chosen pairs by expert, then token; those without an expert here have no row. */
 void moe_sort(moe_job *job);
 
 /* Runs all tasks of one kind, costly ones first. */
 void moe_run(moe_job *job, moe_kind kind);
 
 static inline int64_t moe_blocks(int64_t n, int64_t size) { return (n + size - 1) / size; }
+
+/* The gradient of a pair's routing weight: what came in, else the sum of its row's parts, 0 without a row. */
+static inline float moe_dweight(const moe_job *job, int64_t pair)
+{
+    if (job->a->down.dtype == AM_NONE)
+        return ((const float *)job->a->dweights.data)[pair];
+    if (job->place[pair] < 0)
+        return 0.0f;
+    const int64_t parts = moe_blocks(job->inner, job->pair_columns);
+    const float *const from = job->dweight + job->place[pair] * parts;
+    float total = 0.0f;
+    for (int64_t i = 0; i < parts; i++)
+        total += from[i];
+    return total;
+}
 
 #endif

@@ -404,6 +404,25 @@ def mlp_calls():
     yield from variants("gelu_backward", [x, x, x], {"tanh": False}, wrong)
 
 
+def moe_halves(f, inputs, kept):
+    hidden, router, gate_up, down, padding = inputs
+    logits, chosen, weights = kept
+    choice = lambda value: lambda: torch.full((3, 1), value, dtype=torch.int32)  # noqa: E731
+    scratch, top_k = lambda: torch.zeros(1 << 20, dtype=torch.uint8), {"top_k": 1}
+    wrong = [("chosen", ValueError, 5, choice(2)), ("dtype", TypeError, 3, f(2, 6, 4, dtype=torch.bfloat16))]
+    rows = [hidden, gate_up, down, choice(-1), weights]
+    yield from variants("moe_experts_forward", [f(3, 4), scratch, *rows], top_k, wrong)
+    gradients = {**top_k, "dhidden": f(3, 4), "dweights": f(3, 1), "ddown": f(2, 4, 3)}
+    yield from variants("moe_experts_backward", [scratch, f(3, 4), *rows, f(3, 6)], gradients, wrong)
+    counts = [integers(0, 0), f(2), lambda: torch.tensor(0)]
+    outputs = [logits, chosen, weights, *counts, scratch]
+    wrong = [("top_k", ValueError, "top_k", 3), ("shape", ValueError, 8, f(2, 5))]
+    yield from variants("moe_route_forward", [*outputs, hidden, router, padding], top_k, wrong)
+    wrong = [("chosen", ValueError, 4, choice(2)), ("dweights", TypeError, 6, choice(0))]
+    gradients = {**top_k, "dhidden": f(3, 4), "drouter": f(2, 4)}
+    yield from variants("moe_route_backward", [scratch, hidden, router, *kept, weights, padding], gradients, wrong)
+
+
 def moe_calls():
     f = lambda *shape, dtype=torch.float32: lambda: numbers(*shape, dtype=dtype)  # noqa: E731
     inputs = [f(3, 4), f(2, 4), f(2, 6, 4), f(2, 4, 3), lambda: torch.tensor([False, True, False])]
@@ -420,6 +439,7 @@ def moe_calls():
     gradients = [lambda: torch.zeros(1 << 20, dtype=torch.uint8), f(3, 4), *inputs[:4], *kept, f(3, 6), inputs[4]]
     wrong = [shape(5), small(0), ("chosen", ValueError, 7, lambda: torch.full((3, 1), 2, dtype=torch.int32))]
     yield from variants("moe_backward", gradients, {**top_k, "dhidden": f(3, 4), "drouter": f(2, 4)}, wrong)
+    yield from moe_halves(f, inputs, kept)
     x = f(3, 4)
     wrong = [("shape", ValueError, 2, f(3, 5)), ("dtype", TypeError, 2, integers(1))]
     yield from variants("shared_expert_forward", [x, x, x, f(3)], {}, wrong)
