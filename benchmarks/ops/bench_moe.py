@@ -86,4 +86,4 @@ SHAPES = {
 }
 
 if __name__ == "__main__":
-    main("moe", SHAPES, budget_s=8)
+    main("moe", SHAPES, budget_s=4)
