@@ -25,6 +25,8 @@ from benchmarks.peers import Peer, version_of
 
 ROOT = Path(__file__).parents[1]
 SAMPLE_S = 200e-6  # a sample repeats the call until it lasts about this long
+LEAST = 3  # rounds, however long they take
+LONG_S = 0.1  # calls that take longer are not led by an untimed one: they fill the caches themselves
 
 
 @dataclass
@@ -45,8 +47,9 @@ class Case:
     device: str = "cpu"
 
 
-def main(op, cases, argv=None):
-    """Command line of one benchmark; `cases` maps a shape's name to a function that makes its Cases."""
+def main(op, cases, argv=None, *, budget_s=math.inf):
+    """Command line of one benchmark; `cases` maps a shape's name to a function that makes its Cases. After `budget_s`
+    seconds a case's rounds end early, at LEAST of them: for peers that take a second a call."""
     options = _parser(op, cases).parse_args(argv)
     _set_threads(options.threads)
     rows, failures = [], []
@@ -63,7 +66,7 @@ def main(op, cases, argv=None):
                     print(f"{_label(case)}  RED GATE, nothing is timed: {error}")
                     failures.append(f"{_label(case)}: gate")
                     continue
-            times = measure(calls, options.rounds)
+            times = measure(calls, options.rounds, budget_s)
             if case.floor_bytes and bandwidth is None:
                 bandwidth = copy_bandwidth()
             row = _row(case, times, peers, gate, bandwidth)
@@ -77,7 +80,7 @@ def main(op, cases, argv=None):
     sys.exit(1 if failures else 0)
 
 
-def measure(calls, rounds):
+def measure(calls, rounds, budget_s=math.inf):
     """{name: seconds of a call in each round}; 'self' is ours once more.
 
     Each round has its own order and each sample starts with an untimed call, so that nobody always follows the peer
@@ -87,11 +90,15 @@ def measure(calls, rounds):
     repeats = {name: _repeats(call) for name, call in calls.items()}
     times = {name: [] for name in calls}
     order, shuffle = list(calls), random.Random(0).shuffle
-    for _ in range(rounds):
+    started = time.perf_counter()
+    for made in range(rounds):
+        if made >= LEAST and time.perf_counter() - started > budget_s:
+            break
         shuffle(order)
         for name in order:
             call, count = calls[name], repeats[name]
-            call()
+            if min(times[name], default=0.0) < LONG_S:
+                call()
             began = time.perf_counter_ns()
             for _ in range(count):
                 call()
@@ -138,6 +145,7 @@ def _row(case, times, peers, gate, bandwidth):
         "shape": case.shape,
         "dtype": case.dtype,
         "device": case.device,
+        "rounds": len(times["ours"]),
         "ours": stats["ours"],
         "peers": {peer.name: {"version": peer.version, **stats[peer.name]} for peer in peers},
         "ratio": {peer.name: stats[peer.name]["ms_median"] / ours for peer in peers},

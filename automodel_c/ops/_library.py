@@ -3,23 +3,74 @@
 import torch
 
 _library = torch.library.Library("automodel_c", "FRAGMENT")
+_TENSORS = {torch.Tensor, torch.nn.Parameter}
+_NUMBERS = {type(None), bool, int, float, list, tuple}
 
 
-def define(schema, cpu, fake, *, setup=None, backward=None):
-    """Register `schema` (name, arguments, results) with its CPU kernel, its fake kernel and its derivative.
+def define(schema, kernel, fake, *, setup=None, backward=None, devices=("CPU",)):
+    """Register `schema` (name, arguments, results) with its kernel, its fake kernel and its derivative.
 
     `setup` and `backward` are those of `torch.library.register_autograd`; an operator without them, a backward say,
     raises RuntimeError when somebody differentiates through it. Returns the callable.
+
+    The custom op's own way through the dispatcher and autograd costs more than a small kernel. Where nothing but
+    autograd has to see the call, the callable goes to the kernel, or to an `autograd.Function` around it, at once.
     """
     name = schema.split("(", 1)[0]
     qualified = f"automodel_c::{name}"
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(name, cpu, "CPU")
+    for device in devices:
+        _library.impl(name, kernel, device)
     torch.library.register_fake(qualified, fake, lib=_library)
     if backward is None:
         backward, setup = _refuse(name), None
     torch.library.register_autograd(qualified, backward, setup_context=setup, lib=_library)
-    return getattr(torch.ops.automodel_c, name).default
+    op = getattr(torch.ops.automodel_c, name).default
+    differentiable = _function(name, kernel, setup, backward)
+    on_gpu = "CUDA" in devices
+
+    def call(*arguments):
+        if torch.compiler.is_compiling() or _is_watched() or not _are_ordinary(arguments, on_gpu):
+            return op(*arguments)
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
+            return differentiable.apply(*arguments)
+        return kernel(*arguments)
+
+    return call
+
+
+def _is_watched():
+    """Whether a mode, a transform or the profiler wants to see operators."""
+    c = torch._C
+    return (
+        c._len_torch_dispatch_stack()
+        or c._len_torch_function_stack()
+        or c._are_functorch_transforms_active()
+        or c._autograd._profiler_enabled()
+    )
+
+
+def _are_ordinary(arguments, on_gpu):
+    """Whether they are numbers and plain tensors that a kernel is registered for."""
+    for x in arguments:
+        kind = type(x)
+        if kind in _TENSORS:
+            if not (x.is_cpu or (on_gpu and x.is_cuda)):
+                return False
+        elif kind not in _NUMBERS:
+            return False
+    return True
+
+
+def _function(name, kernel, setup, backward):
+    def forward(ctx, *arguments):
+        results = kernel(*arguments)
+        if setup is not None:
+            setup(ctx, arguments, results)
+        return results
+
+    parts = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type(name, (torch.autograd.Function,), parts)
 
 
 def require_tensors(name, **arguments):

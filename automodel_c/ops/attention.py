@@ -7,6 +7,7 @@ import torch
 from automodel_c import _amcore
 from automodel_c.ops import _alloc
 from automodel_c.ops._documents import ends_of, pack_of
+from automodel_c.ops._library import define
 from automodel_c.partition import to_device
 
 
@@ -116,17 +117,7 @@ def _one_document(q, k, docs_k):
     return made
 
 
-@torch.library.custom_op("automodel_c::attention_forward", mutates_args=())
-def _forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    docs: torch.Tensor,
-    docs_k: torch.Tensor | None,
-    device_docs: torch.Tensor | None,
-    scale: float,
-    causal: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _run(q, k, v, docs, docs_k, device_docs, scale, causal):
     out = _alloc.empty(q.shape, q.dtype, q.device)
     lse, lse_low = (_alloc.empty(q.shape[:2], torch.float32, q.device) for _ in range(2))
     nbytes = _amcore.attention_workspace(q, k, v, docs, docs_k, causal=causal, backward=False)
@@ -137,27 +128,12 @@ def _forward(
     return out, lse, lse_low
 
 
-@_forward.register_fake
-def _(q, k, v, docs, docs_k, device_docs, scale, causal):
+def _fake(q, k, v, docs, docs_k, device_docs, scale, causal):
     lse, lse_low = (q.new_empty(q.shape[:2], dtype=torch.float32) for _ in range(2))
     return q.new_empty(q.shape), lse, lse_low
 
 
-@torch.library.custom_op("automodel_c::attention_backward", mutates_args=())
-def _backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    lse_low: torch.Tensor,
-    docs: torch.Tensor,
-    docs_k: torch.Tensor | None,
-    device_docs: torch.Tensor | None,
-    scale: float,
-    causal: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _run_backward(dout, q, k, v, out, lse, lse_low, docs, docs_k, device_docs, scale, causal):
     dq, dk, dv = (_alloc.empty(x.shape, x.dtype, x.device) for x in (q, k, v))
     nbytes = _amcore.attention_workspace(q, k, v, docs, docs_k, causal=causal, backward=True)
     scratch = _alloc.workspace(nbytes, q.device)
@@ -165,11 +141,6 @@ def _backward(
         dq, dk, dv, scratch, dout, q, k, v, out, lse, docs, docs_k, lse_low, device_docs, scale=scale, causal=causal
     )  # fmt: skip
     return dq, dk, dv
-
-
-@_backward.register_fake
-def _(dout, q, k, v, out, lse, lse_low, docs, docs_k, device_docs, scale, causal):
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _save(ctx, inputs, output):
@@ -187,4 +158,19 @@ def _differentiate(ctx, dout, *_):
     return dq, dk, dv, None, None, None, None, None
 
 
-_forward.register_autograd(_differentiate, setup_context=_save)
+_PLAN = "Tensor docs, Tensor? docs_k, Tensor? device_docs, float scale, bool causal"
+_backward = define(
+    f"attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor lse_low, {_PLAN}) "
+    "-> (Tensor, Tensor, Tensor)",
+    _run_backward,
+    lambda dout, q, k, v, *_: (q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)),
+    devices=("CPU", "CUDA"),
+)
+_forward = define(
+    f"attention_forward(Tensor q, Tensor k, Tensor v, {_PLAN}) -> (Tensor, Tensor, Tensor)",
+    _run,
+    _fake,
+    setup=_save,
+    backward=_differentiate,
+    devices=("CPU", "CUDA"),
+)

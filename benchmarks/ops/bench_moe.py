@@ -86,4 +86,4 @@ SHAPES = {
 }
 
 if __name__ == "__main__":
-    main("moe", SHAPES)
+    main("moe", SHAPES, budget_s=4)

@@ -147,7 +147,14 @@ def checkpoint(folder, family, *, seed=0, **options):
 def compare(found, naive, truth, name):
     """The error rule on each kind of parameter: the norm over all layers and runs together, each in units of its own
     largest true value, and the largest element in the median of them. How much rounding grows on the way varies a
-    hundredfold between random models, and one run's worst element is that of its one unlucky number."""
+    hundredfold between random models, and one run's worst element is that of its one unlucky number.
+
+    Measured: 20 models of each family, the six packs, each parameter of each run alone. Ours has no error of its own:
+    our error over the twin's is 0.94 to 1.07 in the median of every kind by norm (norm1.weight of the tower 1.07 at
+    most, experts.down_proj 0.99), 0.89 to 1.11 by largest element; 90th percentiles are up to 1.7 and 1.9. The
+    exceptions are better than the twin: A_log 0.04, dt_bias 0.05, in_proj_a 0.2, in_proj_b 0.9. Still up to 4 % of the
+    runs of a kind are over the rule by largest element, and as many by norm: with some fifty kinds, six packs and two
+    models nearly every test would meet one."""
     draws, largest = {}, {}
     for runs in zip(found, naive, truth, strict=True):
         assert runs[0].keys() == runs[2].keys()

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from automodel_c import Pack, _amcore, docs_from_ids
 from automodel_c.ops import _alloc
 from automodel_c.ops.gdn import gated_delta_rule
+from automodel_c.reference.gdn import closed_form
 from automodel_c.reference.gdn import gated_delta_rule as reference
 from tests.conftest import MACHINE_ISAS
 from tests.guards import CheckedAllocator, Guards
@@ -473,6 +474,17 @@ def test_reference_gradients():
     assert torch.autograd.gradcheck(
         lambda *x: reference(*x[:5], docs, initial_state=x[5]), inputs, fast_mode=True
     )  # fmt: skip
+
+
+def test_closed_form_is_the_recurrence(seed):
+    docs = docs_of(offsets([3, 70, 0, 9]))
+    inputs = [x.double().requires_grad_() for x in draw(84, heads=(2, 4), dims=(8, 12), state=False)[:5]]
+    found, expected = closed_form(*inputs, docs), reference(*inputs, docs)[0]
+    assert found.shape == expected.shape
+    up = torch.randn_like(found)
+    pairs = zip(*(torch.autograd.grad(o, inputs, up) for o in (found, expected)), strict=True)
+    for a, b in ((found, expected), *pairs):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
 def test_meta_tensors():
