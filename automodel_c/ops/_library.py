@@ -5,8 +5,10 @@ import torch
 _library = torch.library.Library("automodel_c", "FRAGMENT")
 
 
-def define(schema, cpu, fake, *, setup=None, backward=None):
-    """Register `schema` (name, arguments, results) with its CPU kernel, its fake kernel and its derivative.
+def define(schema, kernel, fake, *, setup=None, backward=None):
+    """Register `schema` (name, arguments, results) with its kernel, its fake kernel and its derivative.
+
+    The kernel gets tensors of the CPU or of CUDA: the extension goes by their device and refuses what it has none for.
 
     `setup` and `backward` are those of `torch.library.register_autograd`; an operator without them, a backward say,
     raises RuntimeError when somebody differentiates through it. Returns the callable.
@@ -14,7 +16,8 @@ def define(schema, cpu, fake, *, setup=None, backward=None):
     name = schema.split("(", 1)[0]
     qualified = f"automodel_c::{name}"
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(name, cpu, "CPU")
+    for device in ("CPU", "CUDA"):
+        _library.impl(name, kernel, device)
     torch.library.register_fake(qualified, fake, lib=_library)
     if backward is None:
         backward, setup = _refuse(name), None
