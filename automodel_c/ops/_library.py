@@ -7,8 +7,10 @@ _TENSORS = {torch.Tensor, torch.nn.Parameter}
 _NUMBERS = {type(None), bool, int, float, list, tuple}
 
 
-def define(schema, kernel, fake, *, setup=None, backward=None, devices=("CPU",)):
+def define(schema, kernel, fake, *, setup=None, backward=None):
     """Register `schema` (name, arguments, results) with its kernel, its fake kernel and its derivative.
+
+    The kernel gets tensors of the CPU or of CUDA: the extension goes by their device and refuses what it has none for.
 
     `setup` and `backward` are those of `torch.library.register_autograd`; an operator without them, a backward say,
     raises RuntimeError when somebody differentiates through it. Returns the callable.
@@ -19,7 +21,7 @@ def define(schema, kernel, fake, *, setup=None, backward=None, devices=("CPU",))
     name = schema.split("(", 1)[0]
     qualified = f"automodel_c::{name}"
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    for device in devices:
+    for device in ("CPU", "CUDA"):
         _library.impl(name, kernel, device)
     torch.library.register_fake(qualified, fake, lib=_library)
     if backward is None:
@@ -27,10 +29,9 @@ def define(schema, kernel, fake, *, setup=None, backward=None, devices=("CPU",))
     torch.library.register_autograd(qualified, backward, setup_context=setup, lib=_library)
     op = getattr(torch.ops.automodel_c, name).default
     differentiable = _function(name, kernel, setup, backward)
-    on_gpu = "CUDA" in devices
 
     def call(*arguments):
-        if torch.compiler.is_compiling() or _is_watched() or not _are_ordinary(arguments, on_gpu):
+        if torch.compiler.is_compiling() or _is_watched() or not _are_ordinary(arguments):
             return op(*arguments)
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
             return differentiable.apply(*arguments)
@@ -50,12 +51,12 @@ def _is_watched():
     )
 
 
-def _are_ordinary(arguments, on_gpu):
+def _are_ordinary(arguments):
     """Whether they are numbers and plain tensors that a kernel is registered for."""
     for x in arguments:
         kind = type(x)
         if kind in _TENSORS:
-            if not (x.is_cpu or (on_gpu and x.is_cuda)):
+            if not (x.is_cpu or x.is_cuda):
                 return False
         elif kind not in _NUMBERS:
             return False

@@ -164,7 +164,6 @@ _backward = define(
     "-> (Tensor, Tensor, Tensor)",
     _run_backward,
     lambda dout, q, k, v, *_: (q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)),
-    devices=("CPU", "CUDA"),
 )
 _forward = define(
     f"attention_forward(Tensor q, Tensor k, Tensor v, {_PLAN}) -> (Tensor, Tensor, Tensor)",
@@ -172,5 +171,4 @@ _forward = define(
     _fake,
     setup=_save,
     backward=_differentiate,
-    devices=("CPU", "CUDA"),
 )

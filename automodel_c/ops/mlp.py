@@ -56,47 +56,47 @@ def _unit(grad):
     return grad if grad.ndim == 0 or grad.shape[-1] <= 1 or grad.stride(-1) == 1 else grad.contiguous()
 
 
-def _swiglu_cpu(gate, up):
+def _swiglu_kernel(gate, up):
     y = _like(gate)
     _amcore.swiglu_forward(y, gate, up)
     return y
 
 
-def _swiglu_backward_cpu(dy, gate, up):
+def _swiglu_backward_kernel(dy, gate, up):
     dgate, dup = _like(gate), _like(gate)
     _amcore.swiglu_backward(dgate, dup, _unit(dy), gate, up)
     return dgate, dup
 
 
-def _swiglu_joined_cpu(gate_up):
-    return _swiglu_cpu(*gate_up.chunk(2, dim=-1))
+def _swiglu_joined_kernel(gate_up):
+    return _swiglu_kernel(*gate_up.chunk(2, dim=-1))
 
 
-def _swiglu_joined_backward_cpu(dy, gate_up):
+def _swiglu_joined_backward_kernel(dy, gate_up):
     out = _like(gate_up)
     _amcore.swiglu_backward(*out.chunk(2, dim=-1), _unit(dy), *gate_up.chunk(2, dim=-1))
     return out
 
 
-def _sigmoid_gate_cpu(x, gate):
+def _sigmoid_gate_kernel(x, gate):
     y = _like(x)
     _amcore.sigmoid_gate_forward(y, x, gate)
     return y
 
 
-def _sigmoid_gate_backward_cpu(dy, x, gate):
+def _sigmoid_gate_backward_kernel(dy, x, gate):
     dx, dgate = _like(x), _like(x)
     _amcore.sigmoid_gate_backward(dx, dgate, _unit(dy), x, gate)
     return dx, dgate
 
 
-def _gelu_cpu(x, tanh):
+def _gelu_kernel(x, tanh):
     y = _like(x)
     _amcore.gelu_forward(y, x, tanh=tanh)
     return y
 
 
-def _gelu_backward_cpu(dy, x, tanh):
+def _gelu_backward_kernel(dy, x, tanh):
     dx = _like(x)
     _amcore.gelu_backward(dx, _unit(dy), x, tanh=tanh)
     return dx
@@ -120,47 +120,47 @@ def _fake_two(dy, x, *_):
 
 
 _swiglu_backward = define(
-    "swiglu_backward(Tensor dy, Tensor gate, Tensor up) -> (Tensor, Tensor)", _swiglu_backward_cpu, _fake_two
+    "swiglu_backward(Tensor dy, Tensor gate, Tensor up) -> (Tensor, Tensor)", _swiglu_backward_kernel, _fake_two
 )
 _swiglu = define(
     "swiglu(Tensor gate, Tensor up) -> Tensor",
-    _swiglu_cpu,
+    _swiglu_kernel,
     _fake_like,
     setup=_save,
     backward=lambda ctx, dy: _swiglu_backward(dy, *ctx.saved_tensors),
 )
 _swiglu_joined_backward = define(
     "swiglu_joined_backward(Tensor dy, Tensor gate_up) -> Tensor",
-    _swiglu_joined_backward_cpu,
+    _swiglu_joined_backward_kernel,
     lambda dy, gate_up: gate_up.new_empty(gate_up.shape),
 )
 _swiglu_joined = define(
     "swiglu_joined(Tensor gate_up) -> Tensor",
-    _swiglu_joined_cpu,
+    _swiglu_joined_kernel,
     lambda gate_up: gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2)),
     setup=_save,
     backward=lambda ctx, dy: _swiglu_joined_backward(dy, *ctx.saved_tensors),
 )
 _sigmoid_gate_backward = define(
     "sigmoid_gate_backward(Tensor dy, Tensor x, Tensor gate) -> (Tensor, Tensor)",
-    _sigmoid_gate_backward_cpu,
+    _sigmoid_gate_backward_kernel,
     _fake_two,
 )
 _sigmoid_gate = define(
     "sigmoid_gate(Tensor x, Tensor gate) -> Tensor",
-    _sigmoid_gate_cpu,
+    _sigmoid_gate_kernel,
     _fake_like,
     setup=_save,
     backward=lambda ctx, dy: _sigmoid_gate_backward(dy, *ctx.saved_tensors),
 )
 _gelu_backward = define(
     "gelu_backward(Tensor dy, Tensor x, bool tanh) -> Tensor",
-    _gelu_backward_cpu,
+    _gelu_backward_kernel,
     lambda dy, x, tanh: x.new_empty(x.shape),
 )
 _gelu = define(
     "gelu(Tensor x, bool tanh) -> Tensor",
-    _gelu_cpu,
+    _gelu_kernel,
     _fake_like,
     setup=_gelu_setup,
     backward=lambda ctx, dy: (_gelu_backward(dy, *ctx.saved_tensors, ctx.tanh), None),

@@ -68,9 +68,13 @@ def _per_row(x):
 
 
 def _partials(x, sums):
-    """Scratch of weight gradients: a run of at least 16 rows each, at most 64 runs. Decides the order of the sum."""
+    """Scratch of weight gradients: a run of at least 16 rows each, at most 64 runs, on CUDA one a multiprocessor.
+
+    Decides the order of the sum.
+    """
     rows = x.numel() // x.shape[-1] if x.ndim and x.shape[-1] else 0
-    runs = min(64, max(1, rows // 16))
+    most = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 64
+    runs = min(most, max(1, rows // 16))
     return _alloc.empty((runs, sums, x.shape[-1] if x.ndim else 0), torch.float64, x.device)
 
 
@@ -80,19 +84,19 @@ def _optional(weight, needed):
     return out, out if needed else None
 
 
-def _rms_cpu(x, weight, eps, zero_centered):
+def _rms_kernel(x, weight, eps, zero_centered):
     y, rstd = _like(x), _per_row(x)
     _amcore.rms_norm_forward(y, rstd, x, weight, eps=eps, zero_centered=zero_centered)
     return y, rstd
 
 
-def _rms_residual_cpu(x, residual, weight, eps, zero_centered):
+def _rms_residual_kernel(x, residual, weight, eps, zero_centered):
     y, total, rstd = _like(x), _like(x), _per_row(x)
     _amcore.rms_norm_forward(y, rstd, x, weight, sum=total, residual=residual, eps=eps, zero_centered=zero_centered)
     return y, total, rstd
 
 
-def _rms_backward_cpu(dy, dsum, x, weight, rstd, zero_centered, need_weight):
+def _rms_backward_kernel(dy, dsum, x, weight, rstd, zero_centered, need_weight):
     dx = _like(x)
     dweight, wanted = _optional(weight, need_weight)
     _amcore.rms_norm_backward(
@@ -138,13 +142,13 @@ def _rms_residual_derivative(ctx, dy, dsum, _):
     return dx, dx, dweight if need else None, None, None
 
 
-def _gated_cpu(x, z, weight, eps):
+def _gated_kernel(x, z, weight, eps):
     y, rstd = _like(x), _per_row(x)
     _amcore.gated_rms_norm_forward(y, rstd, x, z, weight, eps=eps)
     return y, rstd
 
 
-def _gated_backward_cpu(dy, x, z, weight, rstd, need_weight):
+def _gated_backward_kernel(dy, x, z, weight, rstd, need_weight):
     dx, dz = _like(x), _like(x)
     dweight, wanted = _optional(weight, need_weight)
     _amcore.gated_rms_norm_backward(dx, dz, wanted, _partials(x, 1), _unit(dy), x, z, weight, rstd)
@@ -164,13 +168,13 @@ def _gated_derivative(ctx, dy, _):
     return dx, dz, dweight if need else None, None
 
 
-def _layer_cpu(x, weight, bias, eps):
+def _layer_kernel(x, weight, bias, eps):
     y, mean, rstd = _like(x), _per_row(x), _per_row(x)
     _amcore.layer_norm_forward(y, mean, rstd, x, weight, bias, eps=eps)
     return y, mean, rstd
 
 
-def _layer_backward_cpu(dy, x, weight, bias, mean, rstd, need_weight, need_bias):
+def _layer_backward_kernel(dy, x, weight, bias, mean, rstd, need_weight, need_bias):
     dx = _like(x)
     dweight, wanted_weight = _optional(weight, need_weight)
     dbias, wanted_bias = _optional(bias, need_bias)
@@ -206,12 +210,12 @@ def _fake_optional(weight, needed):
 _rms_backward = define(
     "rms_norm_backward(Tensor dy, Tensor? dsum, Tensor x, Tensor weight, Tensor rstd, bool zero_centered, "
     "bool need_weight) -> (Tensor, Tensor)",
-    _rms_backward_cpu,
+    _rms_backward_kernel,
     lambda dy, dsum, x, weight, rstd, _, need: (_fake_like(x), _fake_optional(weight, need)),
 )
 _rms = define(
     "rms_norm(Tensor x, Tensor weight, float eps, bool zero_centered) -> (Tensor, Tensor)",
-    _rms_cpu,
+    _rms_kernel,
     lambda x, *_: (_fake_like(x), _fake_per_row(x)),
     setup=_rms_setup,
     backward=_rms_derivative,
@@ -219,7 +223,7 @@ _rms = define(
 _rms_residual = define(
     "rms_norm_residual(Tensor x, Tensor residual, Tensor weight, float eps, bool zero_centered) "
     "-> (Tensor, Tensor, Tensor)",
-    _rms_residual_cpu,
+    _rms_residual_kernel,
     lambda x, *_: (_fake_like(x), _fake_like(x), _fake_per_row(x)),
     setup=_rms_residual_setup,
     backward=_rms_residual_derivative,
@@ -227,12 +231,12 @@ _rms_residual = define(
 _gated_backward = define(
     "gated_rms_norm_backward(Tensor dy, Tensor x, Tensor z, Tensor weight, Tensor rstd, bool need_weight) "
     "-> (Tensor, Tensor, Tensor)",
-    _gated_backward_cpu,
+    _gated_backward_kernel,
     lambda dy, x, z, weight, rstd, need: (_fake_like(x), _fake_like(x), _fake_optional(weight, need)),
 )
 _gated = define(
     "gated_rms_norm(Tensor x, Tensor z, Tensor weight, float eps) -> (Tensor, Tensor)",
-    _gated_cpu,
+    _gated_kernel,
     lambda x, *_: (_fake_like(x), _fake_per_row(x)),
     setup=_gated_setup,
     backward=_gated_derivative,
@@ -240,7 +244,7 @@ _gated = define(
 _layer_backward = define(
     "layer_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor bias, Tensor mean, Tensor rstd, "
     "bool need_weight, bool need_bias) -> (Tensor, Tensor, Tensor)",
-    _layer_backward_cpu,
+    _layer_backward_kernel,
     lambda dy, x, weight, bias, mean, rstd, need_weight, need_bias: (
         _fake_like(x),
         _fake_optional(weight, need_weight),
@@ -249,7 +253,7 @@ _layer_backward = define(
 )
 _layer = define(
     "layer_norm(Tensor x, Tensor weight, Tensor bias, float eps) -> (Tensor, Tensor, Tensor)",
-    _layer_cpu,
+    _layer_kernel,
     lambda x, *_: (_fake_like(x), _fake_per_row(x), _fake_per_row(x)),
     setup=_layer_setup,
     backward=_layer_derivative,

@@ -47,13 +47,13 @@ def _outputs(q, k):
     return tuple(_alloc.empty(x.shape, x.dtype, x.device) for x in (q, k))
 
 
-def _mrope_cpu(q, k, position_ids, rotary_dim, theta, section, inverse):
+def _mrope_kernel(q, k, position_ids, rotary_dim, theta, section, inverse):
     out = _outputs(q, k)
     _amcore.mrope(*out, q, k, position_ids, rotary_dim=rotary_dim, theta=theta, section=section, inverse=inverse)
     return out
 
 
-def _vision_rope_cpu(q, k, position_ids, theta, inverse):
+def _vision_rope_kernel(q, k, position_ids, theta, inverse):
     out = _outputs(q, k)
     _amcore.vision_rope(*out, q, k, position_ids, theta=theta, inverse=inverse)
     return out
@@ -85,14 +85,14 @@ def _fake(q, k, *_):
 _mrope = define(
     "mrope(Tensor q, Tensor k, Tensor position_ids, int rotary_dim, float theta, int[] section, bool inverse) "
     "-> (Tensor, Tensor)",
-    _mrope_cpu,
+    _mrope_kernel,
     _fake,
     setup=_setup,
     backward=_derivative_of(lambda: _mrope),
 )
 _vision_rope = define(
     "vision_rope(Tensor q, Tensor k, Tensor position_ids, float theta, bool inverse) -> (Tensor, Tensor)",
-    _vision_rope_cpu,
+    _vision_rope_kernel,
     _fake,
     setup=_setup,
     backward=_derivative_of(lambda: _vision_rope),

@@ -302,7 +302,6 @@ am_status am_adam_step(const am_adam_args *a, const am_exec *ex)
 #ifdef AM_WITH_CUDA
     return am_cuda_adam_step(a, ex);
 #else
-    return am_fail(AM_ERR_UNSUPPORTED, "adam_step: this build runs on the CPU only: install the CUDA Toolkit 13 and "
-                                       "build again with AM_CUDA=1");
+    return am_no_cuda("adam_step");
 #endif
 }

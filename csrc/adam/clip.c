@@ -150,14 +150,8 @@ static am_status cpu_scale(const am_scale_args *a)
 }
 
 #ifndef AM_WITH_CUDA
-static am_status no_cuda(const char *fname)
-{
-    return am_fail(AM_ERR_UNSUPPORTED,
-                   "%s: this build runs on the CPU only: install the CUDA Toolkit 13 and build again with AM_CUDA=1",
-                   fname);
-}
-#define am_cuda_grad_sumsq(a, ex) no_cuda("grad_sumsq")
-#define am_cuda_scale(a, ex) no_cuda("scale_")
+#define am_cuda_grad_sumsq(a, ex) am_no_cuda("grad_sumsq")
+#define am_cuda_scale(a, ex) am_no_cuda("scale_")
 #endif
 
 am_status am_grad_sumsq(const am_grad_sumsq_args *a, const am_exec *ex)

@@ -113,25 +113,20 @@ static void fill_gaps(const am_tensor *t, const am_i64_array *docs, float value)
 }
 
 #ifndef AM_WITH_CUDA
-static am_status no_cuda(void)
-{
-    return am_fail(AM_ERR_UNSUPPORTED, "attention: this build runs on the CPU only: install the CUDA Toolkit 13 and "
-                                       "build again with AM_CUDA=1");
-}
 am_status am_cuda_attention_plan(const am_attention_args *a, bool backward, const char **row, size_t *bytes)
 {
     (void)a, (void)backward, (void)row, (void)bytes;
-    return no_cuda();
+    return am_no_cuda("attention");
 }
 am_status am_cuda_attention_forward(const am_attention_args *a, const am_exec *ex)
 {
     (void)a, (void)ex;
-    return no_cuda();
+    return am_no_cuda("attention");
 }
 am_status am_cuda_attention_backward(const am_attention_args *a, const am_exec *ex)
 {
     (void)a, (void)ex;
-    return no_cuda();
+    return am_no_cuda("attention");
 }
 #endif
 

@@ -14,4 +14,11 @@ am_status am_fail(am_status code, const char *fmt, ...)
     return code;
 }
 
+am_status am_no_cuda(const char *fn)
+{
+    return am_fail(AM_ERR_UNSUPPORTED,
+                   "%s: this build runs on the CPU only: install the CUDA Toolkit 13 and build again with AM_CUDA=1",
+                   fn);
+}
+
 const char *am_last_error(void) { return last_error; }

@@ -21,6 +21,9 @@ typedef enum am_status {
 /* Keeps the formatted text for this thread and returns `code`. */
 am_status am_fail(am_status code, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
 
+/* What an operator says of tensors on CUDA where no CUDA kernel was built: AM_ERR_UNSUPPORTED. */
+am_status am_no_cuda(const char *fn);
+
 /* The text of this thread's last failure; "" before the first one. */
 const char *am_last_error(void);
 

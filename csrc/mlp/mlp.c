@@ -49,6 +49,10 @@ static const struct {
     const char *function, *a, *b;
 } names[] = {{"swiglu", "gate", "up"}, {"sigmoid_gate", "x", "gate"}, {"gelu", "x", NULL}, {"gelu", "x", NULL}};
 
+#ifndef AM_WITH_CUDA
+#define am_cuda_mlp(a, ex) am_no_cuda(names[(a)->kind].function)
+#endif
+
 static am_status check_like(const char *fn, const char *name, const am_tensor *t, const char *a_name,
                             const am_tensor *a)
 {
@@ -64,13 +68,12 @@ static am_status check_like(const char *fn, const char *name, const am_tensor *t
     return AM_OK;
 }
 
-static am_status check(const am_mlp_args *a, const am_exec *ex)
+static am_status check(const am_mlp_args *a)
 {
     const char *const fn = names[a->kind].function, *const name = names[a->kind].a;
     AM_CHECK(a->a.dtype == AM_F32 || a->a.dtype == AM_BF16, AM_ERR_DTYPE, "%s: %s is %s, float32 or bfloat16 is needed",
              fn, name, am_dtype_name(a->a.dtype));
     AM_CHECK(a->a.ndim >= 1, AM_ERR_SHAPE, "%s: %s has no axes, at least 1 is needed", fn, name);
-    AM_CHECK(ex->dev == AM_DEV_CPU, AM_ERR_UNSUPPORTED, "%s: there is a CPU kernel only, the tensors are on CUDA", fn);
     AM_TRY(check_like(fn, name, &a->a, name, &a->a));
     const char *const second = names[a->kind].b;
     if (second)
@@ -107,11 +110,13 @@ static am_status run(am_mlp_args *a, const am_exec *ex, am_mlp_kind kind, bool b
 {
     a->kind = kind;
     a->backward = backward;
-    AM_TRY(check(a, ex));
+    AM_TRY(check(a));
     const int64_t n = a->a.shape[a->a.ndim - 1];
-    if (am_numel(&a->a) > 0)
+    if (am_numel(&a->a) == 0)
+        return AM_OK;
+    if (ex->dev == AM_DEV_CPU)
         am_parallel_for(am_row_count(&a->a), n < GRAIN_ELEMENTS ? GRAIN_ELEMENTS / n : 1, rows, a);
-    return AM_OK;
+    return ex->dev == AM_DEV_CPU ? AM_OK : am_cuda_mlp(a, ex);
 }
 
 am_status am_swiglu_forward(am_mlp_args *a, const am_exec *ex) { return run(a, ex, AM_MLP_SWIGLU, false); }

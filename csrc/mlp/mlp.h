@@ -33,4 +33,6 @@ am_status am_sigmoid_gate_backward(am_mlp_args *a, const am_exec *ex);
 am_status am_gelu_forward(am_mlp_args *a, const am_exec *ex);
 am_status am_gelu_backward(am_mlp_args *a, const am_exec *ex);
 
+am_status am_cuda_mlp(const am_mlp_args *a, const am_exec *ex); /* csrc/cuda/mlp: of checked arguments */
+
 #endif

@@ -58,4 +58,8 @@ am_status am_rms_norm_backward(am_norm_grad_args *a, const am_exec *ex);
 am_status am_gated_rms_norm_backward(am_norm_grad_args *a, const am_exec *ex);
 am_status am_layer_norm_backward(am_norm_grad_args *a, const am_exec *ex);
 
+/* csrc/cuda/norm: of checked arguments. A block does each run of the weight gradients, in float32 before its end. */
+am_status am_cuda_norm_forward(const am_norm_args *a, const am_exec *ex);
+am_status am_cuda_norm_backward(const am_norm_grad_args *a, const am_exec *ex);
+
 #endif

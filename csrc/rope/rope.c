@@ -32,6 +32,10 @@ typedef struct rope_job {
 
 static const char *name_of(const am_rope_args *a) { return a->vision ? "vision_rope" : "mrope"; }
 
+#ifndef AM_WITH_CUDA
+#define am_cuda_rope(a, ex) am_no_cuda(name_of(a))
+#endif
+
 static am_status check_heads(const char *fn, const char *name, const am_tensor *t, const am_tensor *q)
 {
     AM_CHECK(t->dtype == AM_F32 || t->dtype == AM_BF16, AM_ERR_DTYPE, "%s: %s is %s, float32 or bfloat16 is needed", fn,
@@ -82,12 +86,11 @@ static am_status check_section(const am_rope_args *a)
     return AM_OK;
 }
 
-static am_status check(const am_rope_args *a, const am_exec *ex)
+static am_status check(const am_rope_args *a)
 {
     const char *const fn = name_of(a);
     AM_TRY(check_heads(fn, "q", &a->q, &a->q));
     AM_TRY(check_heads(fn, "k", &a->k, &a->q));
-    AM_CHECK(ex->dev == AM_DEV_CPU, AM_ERR_UNSUPPORTED, "%s: there is a CPU kernel only, the tensors are on CUDA", fn);
     AM_TRY(check_positions(a));
     const int64_t d = a->q.shape[2], step = a->vision ? 4 : 2;
     AM_CHECK(a->rotary_dim >= step && a->rotary_dim <= d && a->rotary_dim % step == 0, AM_ERR_ARG,
@@ -155,9 +158,11 @@ static void tokens(int64_t begin, int64_t end, void *ctx)
 
 static am_status rotate(const am_rope_args *a, const am_exec *ex)
 {
-    AM_TRY(check(a, ex));
+    AM_TRY(check(a));
     if (am_numel(&a->q) == 0 && am_numel(&a->k) == 0)
         return AM_OK;
+    if (ex->dev != AM_DEV_CPU)
+        return am_cuda_rope(a, ex);
     rope_job job = {.args = a};
     plan(&job);
     am_parallel_for(a->q.shape[0], GRAIN, tokens, &job);

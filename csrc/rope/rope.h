@@ -31,4 +31,6 @@ typedef struct am_rope_args {
 am_status am_mrope(am_rope_args *a, const am_exec *ex);
 am_status am_vision_rope(am_rope_args *a, const am_exec *ex);
 
+am_status am_cuda_rope(const am_rope_args *a, const am_exec *ex); /* csrc/cuda/rope: of checked arguments */
+
 #endif

@@ -35,13 +35,6 @@ def there(*inputs, **options):
     return [x.cpu() for x in ours(*on_cuda(inputs), **options)]
 
 
-@pytest.fixture
-def plain_memory(monkeypatch):
-    """torch's allocator: looking after canaries waits for the device."""
-    monkeypatch.setattr(_alloc, "empty", lambda shape, dtype, device: torch.empty(shape, dtype=dtype, device=device))
-    monkeypatch.setattr(_alloc, "workspace", lambda n, device: torch.empty(n, dtype=torch.uint8, device=device))
-
-
 def row_of(q, k, docs, *, causal=True, backward=False):
     return _amcore.attention_row(q, k, k, docs, causal=causal, backward=backward)
 

@@ -57,7 +57,7 @@ def run(function, inputs, upstream):
 def results_of(name, inputs):
     """Output and gradients of ours, of the plain formula, and of the oracle."""
     ours, plain, oracle, _ = FUNCTIONS[name]
-    upstream = torch.randn(ours(*inputs).shape).to(inputs[0].dtype)
+    upstream = torch.randn_like(ours(*inputs))
     return (
         run(ours, inputs, upstream),
         run(plain, inputs, upstream),

@@ -74,7 +74,7 @@ def run(function, inputs, upstream, **options):
 def results_of(name, inputs, options):
     """Outputs and gradients of ours, of the plain formula, and of the oracle."""
     ours, plain, oracle, *_ = FUNCTIONS[name]
-    upstream = [torch.randn(inputs[0].shape).to(inputs[0].dtype) for _ in range(2)]
+    upstream = [torch.randn_like(inputs[0]) for _ in range(2)]
     doubles = [x.double() for x in inputs]
     return [run(f, x, upstream, **options) for f, x in ((ours, inputs), (plain, inputs), (oracle, doubles))]
 

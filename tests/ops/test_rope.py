@@ -22,7 +22,7 @@ def rotate_half(x):
 
 def naive_mrope(q, k, position_ids, *, rotary_dim, theta, section):
     """transformers' eager code: float32 angles, cos and sin in q's dtype."""
-    inverse = 1.0 / (theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim))
+    inverse = 1.0 / (theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=q.device) / rotary_dim))
     angles = position_ids.expand(3, -1)[:, :, None].float() * inverse
     mixed = angles[0].clone()
     for axis in (1, 2):
@@ -38,7 +38,7 @@ def naive_mrope(q, k, position_ids, *, rotary_dim, theta, section):
 
 def naive_vision(q, k, position_ids, *, theta=10000.0):
     dim = q.shape[-1] // 2
-    inverse = 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+    inverse = 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device=q.device) / dim))
     angles = (position_ids.expand(2, -1)[:, :, None].float() * inverse).transpose(0, 1).flatten(1)
     cos, sin = (f(torch.cat([angles, angles], dim=-1))[:, None] for f in (torch.cos, torch.sin))
     return tuple((x.float() * cos + rotate_half(x.float()) * sin).to(x.dtype) for x in (q, k))
