@@ -3,8 +3,8 @@
  *   a tile is 64 keys of one document and key head; a block is 64 rows that see them: 64 / G tokens of all G query
  * heads
  *
- *   warpgroup 0, one thread | next tile -> K, V (smem); blocks of Q and dO, two stages each, last to first
- *   warpgroup 0, one warp   | lse and delta of each block
+ *   warpgroup 0, one thread | next tile -> K, V (smem); blocks of Q, two stages, last to first
+ *   warpgroup 0, one warp   | blocks of dO, two stages; lse and delta of each block
  *   warpgroup 1             | S = K Q^T (smem x smem), P = exp(S - lse) -> smem, dV += P dO (regs x smem)
  *   warpgroup 2             | dP = V dO^T (smem x smem), dS = P (dP - delta),    dK += dS Q (regs x smem)
  *
@@ -50,9 +50,9 @@ template <class T> struct KeySmem {
     alignas(1024) char dout[T::kStages][T::kBytes];
     float4 p[2][T::kRows / 8][128]; /* P: four of a thread's sums at a time */
     float lse[T::kStages][T::kRows], delta[T::kStages][T::kRows];
-    uint64_t kv_full, kv_empty;                             /* 1 and the bytes; a warp each and the statistics' */
-    uint64_t q_full[T::kStages], q_empty[T::kStages];       /* 1, the bytes and the statistics; a warp each */
-    uint64_t dout_full[T::kStages], dout_empty[T::kStages]; /* the same */
+    uint64_t kv_full, kv_empty;                             /* 1 and the bytes; a warp each and the rows' */
+    uint64_t q_full[T::kStages], q_empty[T::kStages];       /* 1, the bytes and lse; a warp each */
+    uint64_t dout_full[T::kStages], dout_empty[T::kStages]; /* 1 and the bytes, after delta; a warp each */
     uint64_t p_full[2], p_empty[2];                         /* a warp of one warpgroup each */
     KeyWork work[2];
 };
@@ -96,7 +96,7 @@ template <class T> __device__ void load_tile(char *to, const CUtensorMap *map, u
         ptx::tma_load_3d(to + i * 64 * 128, map, full, 64 * i, head, row);
 }
 
-/* One thread: all copies of the block's tiles, in the order in which they are needed. */
+/* One thread: the tiles' K and V, and blocks of Q. */
 template <class T> __device__ void key_load_role(KeySmem<T> &s, const KeyArgs &a)
 {
     Ring<T::kStages> ring;
@@ -113,13 +113,9 @@ template <class T> __device__ void key_load_role(KeySmem<T> &s, const KeyArgs &a
         load_tile<T>(s.v, &a.v, &s.kv_full, w.key_head, w.key_row);
         phase ^= 1;
         for (int b = w.first + w.blocks - 1; b >= w.first; b--, ring.advance()) {
-            const int head = w.key_head << a.group_shift, row = w.q0 + b * tokens;
             ptx::mbarrier_wait(&s.q_empty[ring.slot], ring.phase ^ 1);
             ptx::mbarrier_arrive_expect_tx(&s.q_full[ring.slot], T::kBytes);
-            load_tile<T>(s.q[ring.slot], &a.q, &s.q_full[ring.slot], head, row);
-            ptx::mbarrier_wait(&s.dout_empty[ring.slot], ring.phase ^ 1);
-            ptx::mbarrier_arrive_expect_tx(&s.dout_full[ring.slot], T::kBytes);
-            load_tile<T>(s.dout[ring.slot], &a.dout, &s.dout_full[ring.slot], head, row);
+            load_tile<T>(s.q[ring.slot], &a.q, &s.q_full[ring.slot], w.key_head << a.group_shift, w.q0 + b * tokens);
         }
     }
     ptx::mbarrier_wait(&s.kv_empty, phase ^ 1);
@@ -141,8 +137,8 @@ __device__ __forceinline__ float2 statistics_of(const KeyArgs &a, const KeyWork 
     return make_float2(lse == -INFINITY ? 0.0f : fmaf(lse, kLog2e, low * kLog2e), a.delta[t * a.heads + head]);
 }
 
-/* One warp: what rows need beside Q and dO. It reads ahead of the stages that it waits for. */
-template <class T> __device__ void statistics_role(KeySmem<T> &s, const KeyArgs &a)
+/* One warp: blocks of dO, and what rows need beside Q and dO, which it reads ahead of the stages that it waits for. */
+template <class T> __device__ void row_role(KeySmem<T> &s, const KeyArgs &a)
 {
     Ring<T::kStages> ring;
     const int lane = static_cast<int>(threadIdx.x % 32), group = (1 << a.group_shift) - 1;
@@ -170,8 +166,11 @@ template <class T> __device__ void statistics_role(KeySmem<T> &s, const KeyArgs 
             for (int i = 0; i < T::kRows / 32; i++)
                 s.delta[ring.slot][lane + 32 * i] = found[i].y;
             __syncwarp();
-            if (lane == 0)
-                ptx::mbarrier_arrive(&s.dout_full[ring.slot]);
+            if (lane == 0) {
+                ptx::mbarrier_arrive_expect_tx(&s.dout_full[ring.slot], T::kBytes);
+                load_tile<T>(s.dout[ring.slot], &a.dout, &s.dout_full[ring.slot], w.key_head << a.group_shift,
+                             w.q0 + b * (T::kRows >> a.group_shift));
+            }
         }
         __syncwarp();
         if (lane == 0)
@@ -279,106 +278,154 @@ __device__ void store_keys(const AttentionView &to, const KeyWork &w, const floa
                      factor);
 }
 
-/* S, P and dV. */
-template <class T, class E> __device__ void weight_role(KeySmem<T> &s, const KeyArgs &a)
-{
+/* A math warpgroup's place in the rings, and its thread's in the tile. */
+template <class T> struct Place {
     Ring<T::kStages> ring;
-    Ring<2> out;
+    Ring<2> exchange;
     const bool signals = threadIdx.x % 32 == 0;
     const int me = static_cast<int>(threadIdx.x % 128), row = me / 32 * 16 + me % 32 / 4;
+};
+
+/* P from S, in shared memory and as an operand. */
+template <class T, class E>
+__device__ __forceinline__ void make_weights(KeySmem<T> &s, const KeyArgs &a, const Columns &c, Place<T> &at,
+                                             float (&sc)[T::kRows / 2], uint32_t (&p)[T::kRows / 16][4])
+{
+    exponentiate(sc, s.lse[at.ring.slot], a.scale_log2);
+    if (partial<T>(a, c))
+        hide(sc, c, at.row);
+    ptx::mbarrier_wait(&s.p_empty[at.exchange.slot], at.exchange.phase ^ 1);
+#pragma unroll
+    for (int i = 0; i < T::kRows / 8; i++)
+        s.p[at.exchange.slot][i][at.me] = make_float4(sc[4 * i], sc[4 * i + 1], sc[4 * i + 2], sc[4 * i + 3]);
+    __syncwarp();
+    if (at.signals) {
+        ptx::mbarrier_arrive(&s.q_empty[at.ring.slot]);
+        ptx::mbarrier_arrive(&s.p_full[at.exchange.slot]);
+    }
+    at.exchange.advance();
+    pack<E>(p, sc);
+}
+
+/* S, P and dV. The next S is issued behind dV, so that only the first and the last block stand outside the loop. */
+template <class T, class E> __device__ void weight_role(KeySmem<T> &s, const KeyArgs &a)
+{
+    Place<T> at;
     const uint32_t k_low = uniform(descriptor_low(s.k, 64 * 128));
+    const auto q_low = [&] { return uniform(descriptor_low(s.q[at.ring.slot], 64 * 128)); };
+    const auto dout_low = [&] { return uniform(descriptor_low(s.dout[at.ring.slot], 64 * 128)); };
     for (uint32_t phase = 0;; phase ^= 1) {
         ptx::mbarrier_wait(&s.kv_full, phase);
         const KeyWork &w = s.work[phase];
         const int first = uniform(w.first), blocks = uniform(w.blocks);
         if (blocks < 0)
             return;
-        float dv[T::kD / 2] = {};
-        if (blocks > 0)
-            first_block<T>(s, a, w, ring);
-        for (int b = first + blocks - 1; b >= first; b--) {
-            const Columns c = columns_of<T>(a, w, b);
-            float sc[T::kRows / 2];
+        float dv[T::kD / 2] = {}, sc[T::kRows / 2];
+        if (blocks > 0) {
             uint32_t p[T::kRows / 16][4];
-            ptx::mbarrier_wait(&s.q_full[ring.slot], ring.phase);
+            first_block<T>(s, a, w, at.ring);
             ptx::wgmma_fence();
-            issue_scores<E, T::kD, T::kKeys, T::kRows>(sc, k_low, uniform(descriptor_low(s.q[ring.slot], 64 * 128)));
+            issue_scores<E, T::kD, T::kKeys, T::kRows>(sc, k_low, q_low());
             ptx::wgmma_wait_group<0>();
-            exponentiate(sc, s.lse[ring.slot], a.scale_log2);
-            if (partial<T>(a, c))
-                hide(sc, c, row);
-            ptx::mbarrier_wait(&s.p_empty[out.slot], out.phase ^ 1);
-#pragma unroll
-            for (int i = 0; i < T::kRows / 8; i++)
-                s.p[out.slot][i][me] = make_float4(sc[4 * i], sc[4 * i + 1], sc[4 * i + 2], sc[4 * i + 3]);
-            __syncwarp();
-            if (signals) {
-                ptx::mbarrier_arrive(&s.q_empty[ring.slot]);
-                ptx::mbarrier_arrive(&s.p_full[out.slot]);
+            int b = first + blocks - 1;
+            for (; b > first; b--) {
+                make_weights<T, E>(s, a, columns_of<T>(a, w, b), at, sc, p);
+                ptx::mbarrier_wait(&s.dout_full[at.ring.slot], at.ring.phase);
+                ptx::wgmma_fence();
+                issue_weigh<E>(dv, p, dout_low());
+                const int slot = at.ring.slot;
+                at.ring.advance();
+                ptx::mbarrier_wait(&s.q_full[at.ring.slot], at.ring.phase);
+                ptx::wgmma_fence();
+                issue_scores<E, T::kD, T::kKeys, T::kRows>(sc, k_low, q_low());
+                ptx::wgmma_wait_group<1>();
+                if (at.signals)
+                    ptx::mbarrier_arrive(&s.dout_empty[slot]);
+                ptx::wgmma_wait_group<0>();
             }
-            out.advance();
-            pack<E>(p, sc);
-            ptx::mbarrier_wait(&s.dout_full[ring.slot], ring.phase);
+            make_weights<T, E>(s, a, columns_of<T>(a, w, b), at, sc, p);
+            ptx::mbarrier_wait(&s.dout_full[at.ring.slot], at.ring.phase);
             ptx::wgmma_fence();
-            issue_weigh<E>(dv, p, uniform(descriptor_low(s.dout[ring.slot], 64 * 128)));
+            issue_weigh<E>(dv, p, dout_low());
             ptx::wgmma_wait_group<0>();
-            if (signals)
-                ptx::mbarrier_arrive(&s.dout_empty[ring.slot]);
-            ring.advance();
+            if (at.signals)
+                ptx::mbarrier_arrive(&s.dout_empty[at.ring.slot]);
+            at.ring.advance();
         }
         store_keys<T, E>(a.dv, w, dv, 1.0f);
         __syncwarp();
-        if (signals)
+        if (at.signals)
             ptx::mbarrier_arrive(&s.kv_empty);
     }
 }
 
-/* dP, dS and dK. */
+/* dS from dP and the other warpgroup's P. */
+template <class T, class E>
+__device__ __forceinline__ void make_scores(KeySmem<T> &s, const KeyArgs &a, const Columns &c, bool settles,
+                                            Place<T> &at, float (&dp)[T::kRows / 2], uint32_t (&ds)[T::kRows / 16][4])
+{
+    ptx::mbarrier_wait(&s.p_full[at.exchange.slot], at.exchange.phase);
+    differentiate(dp, s.p[at.exchange.slot], s.delta[at.ring.slot]);
+    __syncwarp();
+    if (at.signals) {
+        ptx::mbarrier_arrive(&s.p_empty[at.exchange.slot]);
+        ptx::mbarrier_arrive(&s.dout_empty[at.ring.slot]);
+    }
+    at.exchange.advance();
+    if (settles && c.limit0 + (a.causal ? c.token0 : 0) <= 1)
+        settle(dp, c);
+    pack<E>(ds, dp);
+}
+
+/* dP, dS and dK, in the same way. */
 template <class T, class E> __device__ void score_role(KeySmem<T> &s, const KeyArgs &a)
 {
-    Ring<T::kStages> ring;
-    Ring<2> in;
-    const bool signals = threadIdx.x % 32 == 0;
+    Place<T> at;
     const uint32_t v_low = uniform(descriptor_low(s.v, 64 * 128));
+    const auto q_low = [&] { return uniform(descriptor_low(s.q[at.ring.slot], 64 * 128)); };
+    const auto dout_low = [&] { return uniform(descriptor_low(s.dout[at.ring.slot], 64 * 128)); };
     for (uint32_t phase = 0;; phase ^= 1) {
         ptx::mbarrier_wait(&s.kv_full, phase);
         const KeyWork &w = s.work[phase];
         const int first = uniform(w.first), blocks = uniform(w.blocks);
+        const bool settles = uniform(w.key0) == 0;
         if (blocks < 0)
             return;
-        float dk[T::kD / 2] = {};
-        if (blocks > 0)
-            first_block<T>(s, a, w, ring);
-        for (int b = first + blocks - 1; b >= first; b--) {
-            const Columns c = columns_of<T>(a, w, b);
-            float dp[T::kRows / 2];
+        float dk[T::kD / 2] = {}, dp[T::kRows / 2];
+        if (blocks > 0) {
             uint32_t ds[T::kRows / 16][4];
-            ptx::mbarrier_wait(&s.dout_full[ring.slot], ring.phase);
+            first_block<T>(s, a, w, at.ring);
             ptx::wgmma_fence();
-            issue_scores<E, T::kD, T::kKeys, T::kRows>(dp, v_low, uniform(descriptor_low(s.dout[ring.slot], 64 * 128)));
+            issue_scores<E, T::kD, T::kKeys, T::kRows>(dp, v_low, dout_low());
             ptx::wgmma_wait_group<0>();
-            ptx::mbarrier_wait(&s.p_full[in.slot], in.phase);
-            differentiate(dp, s.p[in.slot], s.delta[ring.slot]);
-            __syncwarp();
-            if (signals) {
-                ptx::mbarrier_arrive(&s.p_empty[in.slot]);
-                ptx::mbarrier_arrive(&s.dout_empty[ring.slot]);
+            int b = first + blocks - 1;
+            for (; b > first; b--) {
+                make_scores<T, E>(s, a, columns_of<T>(a, w, b), settles, at, dp, ds);
+                ptx::mbarrier_wait(&s.q_full[at.ring.slot], at.ring.phase);
+                ptx::wgmma_fence();
+                issue_weigh<E>(dk, ds, q_low());
+                const int slot = at.ring.slot;
+                at.ring.advance();
+                ptx::mbarrier_wait(&s.dout_full[at.ring.slot], at.ring.phase);
+                ptx::wgmma_fence();
+                issue_scores<E, T::kD, T::kKeys, T::kRows>(dp, v_low, dout_low());
+                ptx::wgmma_wait_group<1>();
+                if (at.signals)
+                    ptx::mbarrier_arrive(&s.q_empty[slot]);
+                ptx::wgmma_wait_group<0>();
             }
-            in.advance();
-            if (c.limit0 <= 1 && w.key0 == 0)
-                settle(dp, c);
-            pack<E>(ds, dp);
-            ptx::mbarrier_wait(&s.q_full[ring.slot], ring.phase);
+            make_scores<T, E>(s, a, columns_of<T>(a, w, b), settles, at, dp, ds);
+            ptx::mbarrier_wait(&s.q_full[at.ring.slot], at.ring.phase);
             ptx::wgmma_fence();
-            issue_weigh<E>(dk, ds, uniform(descriptor_low(s.q[ring.slot], 64 * 128)));
+            issue_weigh<E>(dk, ds, q_low());
             ptx::wgmma_wait_group<0>();
-            if (signals)
-                ptx::mbarrier_arrive(&s.q_empty[ring.slot]);
-            ring.advance();
+            if (at.signals)
+                ptx::mbarrier_arrive(&s.q_empty[at.ring.slot]);
+            at.ring.advance();
         }
         store_keys<T, E>(a.dk, w, dk, a.scale);
         __syncwarp();
-        if (signals)
+        if (at.signals)
             ptx::mbarrier_arrive(&s.kv_empty);
     }
 }
@@ -393,7 +440,7 @@ __global__ void __launch_bounds__(T::kThreads, 1) attention_dkdv_sm90_kernel(con
         ptx::mbarrier_init(&s.kv_empty, T::kWarps + 1);
         for (int i = 0; i < 2; i++) {
             ptx::mbarrier_init(&s.q_full[i], 2);
-            ptx::mbarrier_init(&s.dout_full[i], 2);
+            ptx::mbarrier_init(&s.dout_full[i], 1);
             ptx::mbarrier_init(&s.q_empty[i], T::kWarps);
             ptx::mbarrier_init(&s.dout_empty[i], T::kWarps);
             ptx::mbarrier_init(&s.p_full[i], T::kWarps / 2);
@@ -407,7 +454,7 @@ __global__ void __launch_bounds__(T::kThreads, 1) attention_dkdv_sm90_kernel(con
         if (threadIdx.x == 0)
             key_load_role<T>(s, a);
         else if (threadIdx.x / 32 == 1)
-            statistics_role<T>(s, a);
+            row_role<T>(s, a);
     } else {
         ptx::setmaxnreg_inc<T::kMathRegs>();
         if (threadIdx.x < 256)
