@@ -105,7 +105,6 @@ template <class T> __device__ void key_load_role(KeySmem<T> &s, const KeyArgs &a
     const int tokens = T::kRows >> a.group_shift;
     while (place < total) {
         const KeyWork w = key_work_at<T>(a, place);
-        place = gridDim.x + static_cast<uint32_t>(atomicAdd(reinterpret_cast<unsigned long long *>(a.next), 1ull));
         ptx::mbarrier_wait(&s.kv_empty, phase ^ 1);
         s.work[phase] = w;
         ptx::mbarrier_arrive_expect_tx(&s.kv_full, 2 * T::kBytes);
@@ -117,6 +116,7 @@ template <class T> __device__ void key_load_role(KeySmem<T> &s, const KeyArgs &a
             ptx::mbarrier_arrive_expect_tx(&s.q_full[ring.slot], T::kBytes);
             load_tile<T>(s.q[ring.slot], &a.q, &s.q_full[ring.slot], w.key_head << a.group_shift, w.q0 + b * tokens);
         }
+        place = next_place(a.next);
     }
     ptx::mbarrier_wait(&s.kv_empty, phase ^ 1);
     s.work[phase].blocks = -1;

@@ -59,7 +59,6 @@ template <class T> __device__ void row_load_role(RowSmem<T> &s, const RowArgs &a
     while (place < total) {
         int row, key_head;
         const Work w = work_at<T::kM, T::kN>(a, place, &row, &key_head);
-        place = gridDim.x + static_cast<uint32_t>(atomicAdd(reinterpret_cast<unsigned long long *>(a.next), 1ull));
         ptx::mbarrier_wait(&s.q_empty, phase ^ 1);
         s.work[phase] = w;
         ptx::mbarrier_arrive_expect_tx(&s.q_full, 2 * T::kRowBytes);
@@ -79,6 +78,7 @@ template <class T> __device__ void row_load_role(RowSmem<T> &s, const RowArgs &a
             for (int i = 0; i < T::kBoxes; i++)
                 ptx::tma_load_3d(s.v + i * T::kN * 128, &a.v, &s.v_full, 64 * i, key_head, row + n * T::kN);
         }
+        place = next_place(a.next);
     }
     ptx::mbarrier_wait(&s.q_empty, phase ^ 1);
     s.work[phase].blocks = -1;

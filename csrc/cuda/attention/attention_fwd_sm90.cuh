@@ -85,9 +85,10 @@ template <class T> __device__ void load_role(Smem<T> &s, const Args &a)
     while (place < total) {
         int row, key_head;
         const Work w = work_at<T::kM, T::kN>(a, place, &row, &key_head);
-        place = gridDim.x + static_cast<uint32_t>(atomicAdd(reinterpret_cast<unsigned long long *>(a.next), 1ull));
         for (int n = 0; n <= w.blocks; n++) {
             const int at = row + (w.blocks - 1 - n) * T::kN;
+            if (n == w.blocks)
+                place = next_place(a.next);
             if (n < w.blocks) {
                 load_block<T>(s.k[k.slot], &a.k, &s.k_full[k.slot], &s.k_empty[k.slot], k.phase, key_head, at);
                 k.advance();

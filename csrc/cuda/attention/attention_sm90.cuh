@@ -27,6 +27,13 @@ template <int kStages> struct Ring {
     }
 };
 
+/* The next place in the list of work. Taken when a tile's last copies are due, not before: a block that has a long tile
+ * must not hold another one. */
+__device__ __forceinline__ uint32_t next_place(int64_t *next)
+{
+    return gridDim.x + static_cast<uint32_t>(atomicAdd(reinterpret_cast<unsigned long long *>(next), 1ull));
+}
+
 /* What the loading thread tells the others of a tile. */
 struct Work {
     int token0;      /* in the tensors */
