@@ -150,9 +150,14 @@ def _save(ctx, inputs, output):
     ctx.save_for_backward(q, k, v, out, lse, lse_low, docs, docs_k, device_docs)
 
 
+def _copyable(x):
+    """Whether the copy engine takes x: an expanded gradient, say, would have the plain kernels run."""
+    return x.data_ptr() % 16 == 0 and all(n > 0 and n * x.element_size() % 16 == 0 for n in x.stride()[:-1])
+
+
 def _differentiate(ctx, dout, *_):
     *saved, docs, docs_k, device_docs = ctx.saved_tensors
-    if dout.stride(-1) != 1:
+    if dout.stride(-1) != 1 or (dout.is_cuda and not _copyable(dout)):
         dout = dout.contiguous()
     dq, dk, dv = _backward(dout, *saved, docs, docs_k, device_docs, ctx.scale, ctx.causal)
     return dq, dk, dv, None, None, None, None, None

@@ -356,24 +356,39 @@ def test_a_head_dim_without_a_row_is_refused():
 
 @pytest.mark.sm90
 @pytest.mark.parametrize(
-    ("heads", "dim", "dtype", "row"),
+    ("heads", "dim", "dtype", "row", "backward"),
     [
-        ((32, 2), 256, BF16, "d256 bf16 sm90"),
-        ((32, 2), 256, F16, "d256 f16 sm90"),
-        ((4, 4), 256, BF16, "d256 bf16 sm90"),
-        ((3, 1), 256, BF16, "simple"),
-        ((32, 2), 256, F32, "simple"),
-        ((32, 8), 128, BF16, "d128 bf16 sm90"),
-        ((32, 8), 128, F16, "d128 f16 sm90"),
-        ((4, 2), 64, BF16, "d64 bf16 sm90"),
-        ((4, 2), 64, F16, "d64 f16 sm90"),
-        ((4, 2), 72, BF16, "simple"),
+        ((32, 2), 256, BF16, "d256 bf16 sm90", "d256 bf16 sm90"),
+        ((32, 2), 256, F16, "d256 f16 sm90", "d256 f16 sm90"),
+        ((4, 4), 256, BF16, "d256 bf16 sm90", "d256 bf16 sm90"),
+        ((128, 1), 256, BF16, "d256 bf16 sm90", "simple"),
+        ((3, 1), 256, BF16, "simple", "simple"),
+        ((32, 2), 256, F32, "simple", "simple"),
+        ((32, 8), 128, BF16, "d128 bf16 sm90", "simple"),
+        ((32, 8), 128, F16, "d128 f16 sm90", "simple"),
+        ((4, 2), 64, BF16, "d64 bf16 sm90", "simple"),
+        ((4, 2), 64, F16, "d64 f16 sm90", "simple"),
+        ((4, 2), 72, BF16, "simple", "simple"),
     ],
     ids=str,
 )
-def test_which_row_runs(heads, dim, dtype, row):
+def test_which_row_runs(heads, dim, dtype, row, backward):
     q, k, _, _ = on_cuda(draw(6, heads, dim, dtype))
     assert row_of(q, k, [0, 6]) == row_of(q, k, [0, 2, 2, 6], causal=False) == row
-    assert row_of(q, k, [0, 6], backward=True) == "simple"
+    assert row_of(q, k, [0, 6], backward=True) == backward
     odd = torch.empty(q.numel() + 1, dtype=dtype, device="cuda")[1:].view(q.shape)  # not on 16 bytes
-    assert row_of(odd, k, [0, 6]) == "simple"
+    assert row_of(odd, k, [0, 6]) == row_of(odd, k, [0, 6], backward=True) == "simple"
+
+
+@pytest.mark.sm90
+def test_backward_repeats_beside_other_work(seed, plain_memory):
+    """Fifty times the same bits, with something else on the GPU now and then."""
+    pack = Pack(cu_seqlens=[0, 650, 651, 3000], device="cuda")
+    q, k, v, dout = on_cuda(draw(3000, (32, 2), 256, BF16))
+    other, side = torch.randn(2048, 2048, device="cuda"), torch.cuda.Stream()
+    first = ours(q, k, v, dout, pack=pack)
+    for i in range(50):
+        if i % 3:
+            with torch.cuda.stream(side):
+                torch.mm(other, other)
+        assert same_bits(first, ours(q, k, v, dout, pack=pack))

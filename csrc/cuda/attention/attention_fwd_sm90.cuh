@@ -21,15 +21,9 @@
 #ifndef ATTENTION_FWD_SM90_CUH
 #define ATTENTION_FWD_SM90_CUH
 
-#include "attention_rows.h"
-#include "ptx_sm90.cuh"
-#include "tensor_map.h"
-#include "wgmma_sm90.cuh"
+#include "attention_sm90.cuh"
 
 #include <math.h>
-
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 
 namespace attention_sm90
 {
@@ -45,16 +39,6 @@ template <int kD_> struct Tile {
     static_assert(kLoadRegs + kMathWgs * kMathRegs <= (1 + kMathWgs) * kLaunchRegs, "the block's registers");
     static_assert(kD % 64 == 0 && kN % 16 == 0 && kM == 64 * kMathWgs, "whole boxes, steps and slabs");
     static_assert(kN * 128 % 1024 == 0, "boxes start on a swizzle's period");
-};
-
-/* What the loading thread tells the others of a tile. */
-struct Work {
-    int token0;      /* in the tensors */
-    int tokens;      /* from token0 to the document's end */
-    int head0;       /* first query head */
-    int nk;          /* keys of the document */
-    int first_limit; /* keys that token0 sees, may be negative; the next token one more */
-    int blocks;      /* of keys; -1: no more tiles */
 };
 
 template <class T> struct Smem {
@@ -81,38 +65,6 @@ struct Args {
 
 enum Barrier { kTail = 1 }; /* named barriers; 0 is __syncthreads' */
 
-template <int kStages> struct Ring {
-    int slot = 0;
-    uint32_t phase = 0;
-    __device__ void advance()
-    {
-        if (++slot == kStages) {
-            slot = 0;
-            phase ^= 1;
-        }
-    }
-};
-
-/* Which tile a place in the list of work is; the last rows of a document, which see most keys, come first. */
-template <class T> __device__ Work work_at(const Args &a, uint32_t place, int *key_row, int *key_head)
-{
-    const AttentionTile<uint32_t> t = attention_tile(a.docs, a.first, a.key_heads, place);
-    const int tokens = T::kM >> a.group_shift;
-    const int64_t i0 = (t.tiles - 1 - static_cast<int64_t>(t.index)) * tokens;
-    const int64_t last = i0 + tokens < t.nq ? i0 + tokens : t.nq;
-    const int64_t keys = attention_limit(t, a.causal, last - 1);
-    Work w;
-    *key_row = static_cast<int>(t.k0);
-    *key_head = static_cast<int>(t.head);
-    w.token0 = static_cast<int>(t.q0 + i0);
-    w.tokens = static_cast<int>(t.nq - i0);
-    w.head0 = *key_head << a.group_shift;
-    w.nk = static_cast<int>(t.nk);
-    w.first_limit = static_cast<int>(a.causal ? i0 + 1 + t.nk - t.nq : t.nk);
-    w.blocks = static_cast<int>((keys + T::kN - 1) / T::kN);
-    return w;
-}
-
 template <class T>
 __device__ void load_block(char *to, const CUtensorMap *map, uint64_t *full, uint64_t *empty, uint32_t phase,
                            int key_head, int row)
@@ -132,10 +84,11 @@ template <class T> __device__ void load_role(Smem<T> &s, const Args &a)
     uint32_t place = blockIdx.x;
     while (place < total) {
         int row, key_head;
-        const Work w = work_at<T>(a, place, &row, &key_head);
-        place = gridDim.x + static_cast<uint32_t>(atomicAdd(reinterpret_cast<unsigned long long *>(a.next), 1ull));
+        const Work w = work_at<T::kM, T::kN>(a, place, &row, &key_head);
         for (int n = 0; n <= w.blocks; n++) {
             const int at = row + (w.blocks - 1 - n) * T::kN;
+            if (n == w.blocks)
+                place = next_place(a.next);
             if (n < w.blocks) {
                 load_block<T>(s.k[k.slot], &a.k, &s.k_full[k.slot], &s.k_empty[k.slot], k.phase, key_head, at);
                 k.advance();
@@ -156,104 +109,6 @@ template <class T> __device__ void load_role(Smem<T> &s, const Args &a)
     ptx::mbarrier_wait(&s.q_empty, q_phase ^ 1);
     s.work[q_phase].blocks = -1;
     ptx::mbarrier_arrive(&s.q_full);
-}
-
-/* x of lane 0, which all lanes hold: the compiler may then keep it, and sums with it, in uniform registers. */
-template <class X> __device__ __forceinline__ X uniform(X x) { return __shfl_sync(0xffffffffu, x, 0); }
-
-/* A matrix descriptor is an address, strides between boxes and between groups of 8 rows (1,024 bytes), and the 128-byte
- * swizzle. The low word holds the first two: steps through a tile are added to it. */
-__device__ __forceinline__ uint32_t descriptor_low(const void *p, uint32_t box_bytes)
-{
-    return (ptx::smem_address(p) & 0x3ffff) >> 4 | (box_bytes >> 4) << 16;
-}
-
-__device__ __forceinline__ uint64_t descriptor(uint32_t low) { return 0x40000040ull << 32 | low; }
-
-template <class E> struct Element;
-
-template <> struct Element<__nv_bfloat16> {
-    __device__ static uint32_t pack(float low, float high)
-    {
-        const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
-        return *reinterpret_cast<const uint32_t *>(&both);
-    }
-    __device__ static void scores(float (&d)[40], uint64_t a, uint64_t b, bool keep)
-    {
-        ptx::wgmma_m64n80k16_bf16_ss(d, a, b, keep);
-    }
-    __device__ static void scores(float (&d)[64], uint64_t a, uint64_t b, bool keep)
-    {
-        ptx::wgmma_m64n128k16_bf16_ss(d, a, b, keep);
-    }
-    __device__ static void scores(float (&d)[88], uint64_t a, uint64_t b, bool keep)
-    {
-        ptx::wgmma_m64n176k16_bf16_ss(d, a, b, keep);
-    }
-    __device__ static void weigh(float (&d)[128], const uint32_t (&a)[4], uint64_t b)
-    {
-        ptx::wgmma_m64n256k16_bf16_rs(d, a, b, true);
-    }
-    __device__ static void weigh(float (&d)[64], const uint32_t (&a)[4], uint64_t b)
-    {
-        ptx::wgmma_m64n128k16_bf16_rs(d, a, b, true);
-    }
-    __device__ static void weigh(float (&d)[32], const uint32_t (&a)[4], uint64_t b)
-    {
-        ptx::wgmma_m64n64k16_bf16_rs(d, a, b, true);
-    }
-};
-
-template <> struct Element<__half> {
-    __device__ static uint32_t pack(float low, float high)
-    {
-        const __half2 both = __floats2half2_rn(low, high);
-        return *reinterpret_cast<const uint32_t *>(&both);
-    }
-    __device__ static void scores(float (&d)[40], uint64_t a, uint64_t b, bool keep)
-    {
-        ptx::wgmma_m64n80k16_f16_ss(d, a, b, keep);
-    }
-    __device__ static void scores(float (&d)[64], uint64_t a, uint64_t b, bool keep)
-    {
-        ptx::wgmma_m64n128k16_f16_ss(d, a, b, keep);
-    }
-    __device__ static void scores(float (&d)[88], uint64_t a, uint64_t b, bool keep)
-    {
-        ptx::wgmma_m64n176k16_f16_ss(d, a, b, keep);
-    }
-    __device__ static void weigh(float (&d)[128], const uint32_t (&a)[4], uint64_t b)
-    {
-        ptx::wgmma_m64n256k16_f16_rs(d, a, b, true);
-    }
-    __device__ static void weigh(float (&d)[64], const uint32_t (&a)[4], uint64_t b)
-    {
-        ptx::wgmma_m64n128k16_f16_rs(d, a, b, true);
-    }
-    __device__ static void weigh(float (&d)[32], const uint32_t (&a)[4], uint64_t b)
-    {
-        ptx::wgmma_m64n64k16_f16_rs(d, a, b, true);
-    }
-};
-
-/* S = Q K^T of 64 rows; K-major operands: 16 elements on are 32 bytes on, 64 are a box on. */
-template <class T, class E> __device__ __forceinline__ void issue_scores(float (&sc)[T::kN / 2], uint32_t q, uint32_t k)
-{
-#pragma unroll
-    for (int d = 0; d < T::kD / 16; d++)
-        Element<E>::scores(sc, descriptor(q + (d / 4) * (T::kM * 128 >> 4) + (d % 4) * 2),
-                           descriptor(k + (d / 4) * (T::kN * 128 >> 4) + (d % 4) * 2), d != 0);
-    ptx::wgmma_commit_group();
-}
-
-/* O += P V: 16 keys on are 2,048 bytes on. */
-template <class T, class E>
-__device__ __forceinline__ void issue_weigh(float (&o)[T::kD / 2], const uint32_t (&p)[T::kN / 16][4], uint32_t v)
-{
-#pragma unroll
-    for (int j = 0; j < T::kN / 16; j++)
-        Element<E>::weigh(o, p[j], descriptor(v + j * (2048 >> 4)));
-    ptx::wgmma_commit_group();
 }
 
 /* Thread's rows are g and g + 8 of its warp's 16, its columns 8 j + 2 c and the next. */
@@ -299,16 +154,6 @@ __device__ __forceinline__ void soften(float (&sc)[T::kN / 2], float (&top)[2], 
         total[r] = fmaf(total[r], factor[r], sum[2 * r] + sum[2 * r + 1]);
 }
 
-template <class T, class E>
-__device__ __forceinline__ void pack(uint32_t (&p)[T::kN / 16][4], const float (&sc)[T::kN / 2])
-{
-#pragma unroll
-    for (int j = 0; j < T::kN / 16; j++)
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            p[j][i] = Element<E>::pack(sc[8 * j + 2 * i], sc[8 * j + 2 * i + 1]);
-}
-
 template <class T> __device__ __forceinline__ void rescale(float (&o)[T::kD / 2], const float (&factor)[2])
 {
     if (!__any_sync(0xffffffffu, factor[0] != 1.0f || factor[1] != 1.0f))
@@ -321,33 +166,14 @@ template <class T> __device__ __forceinline__ void rescale(float (&o)[T::kD / 2]
 /* Zeros in rows of V behind the document, by all math threads. */
 template <class T> __device__ void clear_tail(char *v, int rows)
 {
-    const int me = static_cast<int>(threadIdx.x) - 128;
-    for (int i = me; i < (T::kN - rows) * T::kBoxes * 8; i += 256) {
-        const int box = i % T::kBoxes, piece = i / T::kBoxes % 8, row = rows + i / (8 * T::kBoxes);
-        *reinterpret_cast<uint4 *>(v + box * T::kN * 128 + row * 128 + piece * 16) = make_uint4(0, 0, 0, 0);
-    }
+    clear_rows<T::kN, T::kBoxes>(v, rows);
     ptx::fence_proxy_async();
     ptx::bar_sync(kTail, 256);
 }
 
-/* Four words of each of a quad's lanes, turned: lane c gets everyone's word c. */
-__device__ __forceinline__ uint4 turn(uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3)
-{
-    const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
-    const uint32_t x = __shfl_xor_sync(0xffffffffu, odd ? a0 : a1, 1);
-    const uint32_t y = __shfl_xor_sync(0xffffffffu, odd ? a2 : a3, 1);
-    a0 = odd ? x : a0;
-    a1 = odd ? a1 : x;
-    a2 = odd ? y : a2;
-    a3 = odd ? a3 : y;
-    const uint32_t z = __shfl_xor_sync(0xffffffffu, upper ? a0 : a2, 2);
-    const uint32_t w = __shfl_xor_sync(0xffffffffu, upper ? a1 : a3, 2);
-    return upper ? make_uint4(z, w, a2, a3) : make_uint4(a0, a1, z, w);
-}
-
-/* Row r of the thread's two (8 apart): out in 16-byte stores, lse by the quad's first lane. */
+/* Row r of the thread's two (8 apart): out, and lse by the quad's first lane. */
 template <class T, class E>
-__device__ __forceinline__ void store_row(const Args &a, const Work &w, const float (&o)[T::kD / 2], int r, int row,
+__device__ __forceinline__ void write_row(const Args &a, const Work &w, const float (&o)[T::kD / 2], int r, int row,
                                           float top, float total)
 {
     total += __shfl_xor_sync(0xffffffffu, total, 1);
@@ -357,17 +183,7 @@ __device__ __forceinline__ void store_row(const Args &a, const Work &w, const fl
     const int64_t t = static_cast<int64_t>(w.token0) + token;
     const bool real = token < w.tokens;
     const int lane = static_cast<int>(threadIdx.x % 4);
-    E *const out = static_cast<E *>(a.out.data) + t * a.out.token + head * a.out.head;
-#pragma unroll
-    for (int j = 0; j < T::kD / 32; j++) {
-        uint32_t words[4];
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            words[i] = Element<E>::pack(o[16 * j + 4 * i + 2 * r] * inverse, o[16 * j + 4 * i + 2 * r + 1] * inverse);
-        const uint4 whole = turn(words[0], words[1], words[2], words[3]);
-        if (real)
-            *reinterpret_cast<uint4 *>(out + 32 * j + 8 * lane) = whole;
-    }
+    store_row<E>(static_cast<E *>(a.out.data) + t * a.out.token + head * a.out.head, real, o, r, inverse);
     if (!real || lane != 0)
         return;
     const float log_total = logf(total), most = top * a.scale_log2 * 0.69314718056f, both = most + log_total;
@@ -375,13 +191,6 @@ __device__ __forceinline__ void store_row(const Args &a, const Work &w, const fl
     if (a.low.data != nullptr)
         static_cast<float *>(a.low.data)[t * a.low.token + head * a.low.head] =
             total == 0.0f ? 0.0f : log_total - (both - most);
-}
-
-/* Keys that a row of the tile sees. */
-__device__ __forceinline__ int limit_of(const Args &a, const Work &w, int row)
-{
-    const int limit = w.first_limit + (a.causal ? row >> a.group_shift : 0);
-    return limit < w.nk ? limit : w.nk;
 }
 
 /* 64 rows of every tile. What is rarely needed of the tile stays in shared memory: registers are short. The order of
@@ -410,7 +219,7 @@ template <class T, class E> __device__ void math_role(Smem<T> &s, const Args &a)
             uint32_t p[T::kN / 16][4];
             ptx::mbarrier_wait(&s.k_full[slot_of(at)], phase_of(at));
             ptx::wgmma_fence();
-            issue_scores<T, E>(sc, q_low, k_low(at));
+            issue_scores<E, T::kD, T::kM, T::kN>(sc, q_low, k_low(at));
             ptx::wgmma_wait_group<0>();
             if (signals)
                 ptx::mbarrier_arrive(&s.k_empty[slot_of(at)]);
@@ -421,15 +230,15 @@ template <class T, class E> __device__ void math_role(Smem<T> &s, const Args &a)
             at++;
             mask<T>(sc, key0, limit_of(a, w, row), limit_of(a, w, row + 8));
             soften<T>(sc, top, total, factor, a.scale_log2);
-            pack<T, E>(p, sc);
+            pack<E>(p, sc);
             while ((key0 -= T::kN) >= 0) {
                 ptx::mbarrier_wait(&s.k_full[slot_of(at)], phase_of(at));
                 ptx::wgmma_fence();
-                issue_scores<T, E>(sc, q_low, k_low(at));
+                issue_scores<E, T::kD, T::kM, T::kN>(sc, q_low, k_low(at));
                 rescale<T>(o, factor);
                 ptx::mbarrier_wait(&s.v_full[slot_of(at - 1)], phase_of(at - 1));
                 ptx::wgmma_fence();
-                issue_weigh<T, E>(o, p, v_low(at - 1));
+                issue_weigh<E>(o, p, v_low(at - 1));
                 ptx::wgmma_wait_group<1>();
                 if (signals)
                     ptx::mbarrier_arrive(&s.k_empty[slot_of(at)]);
@@ -440,22 +249,22 @@ template <class T, class E> __device__ void math_role(Smem<T> &s, const Args &a)
                 if (signals)
                     ptx::mbarrier_arrive(&s.v_empty[slot_of(at - 1)]);
                 at++;
-                pack<T, E>(p, sc);
+                pack<E>(p, sc);
             }
             if (signals)
                 ptx::mbarrier_arrive(&s.q_empty);
             rescale<T>(o, factor);
             ptx::mbarrier_wait(&s.v_full[slot_of(at - 1)], phase_of(at - 1));
             ptx::wgmma_fence();
-            issue_weigh<T, E>(o, p, v_low(at - 1));
+            issue_weigh<E>(o, p, v_low(at - 1));
             ptx::wgmma_wait_group<0>();
             if (signals)
                 ptx::mbarrier_arrive(&s.v_empty[slot_of(at - 1)]);
         } else if (signals) {
             ptx::mbarrier_arrive(&s.q_empty);
         }
-        store_row<T, E>(a, w, o, 0, row, top[0], total[0]);
-        store_row<T, E>(a, w, o, 1, row + 8, top[1], total[1]);
+        write_row<T, E>(a, w, o, 0, row, top[0], total[0]);
+        write_row<T, E>(a, w, o, 1, row + 8, top[1], total[1]);
     }
 }
 
@@ -484,12 +293,6 @@ __global__ void __launch_bounds__(T::kThreads, 1) attention_fwd_sm90_kernel(cons
         ptx::setmaxnreg_inc<T::kMathRegs>();
         math_role<T, E>(s, a);
     }
-}
-
-inline bool copyable(const am_tensor &t)
-{
-    return reinterpret_cast<uintptr_t>(t.data) % 16 == 0 && t.stride[0] % 8 == 0 && t.stride[1] % 8 == 0 &&
-           t.stride[0] > 0 && t.stride[1] > 0 && t.shape[0] > 0 && t.shape[0] < (1ll << 31) - 1024;
 }
 
 /* What the kernel takes, beside dtype and dim. `out` is not there yet when a caller asks which row will run. */

@@ -17,6 +17,8 @@ const AttentionRow forward_rows[] = {
 };
 
 const AttentionRow backward_rows[] = {
+    {"d256 bf16 sm90", attention_bwd_fits_d256_bf16, attention_bwd_d256_bf16},
+    {"d256 f16 sm90", attention_bwd_fits_d256_f16, attention_bwd_d256_f16},
     {"simple", always, attention_bwd_simple},
 };
 

@@ -1,0 +1,148 @@
+/* attention_bwd_sm90.cuh -- the gradients of attention.h for 16-bit inputs on Hopper, the same bits every time: delta,
+ * then dk and dv (attention_dkdv_sm90.cuh), then dq (attention_dq_sm90.cuh). S and dP are made twice: 14 D flops a
+ * visible score where one pass with sums in another order every time would do with 10.
+ */
+#ifndef ATTENTION_BWD_SM90_CUH
+#define ATTENTION_BWD_SM90_CUH
+
+#include "attention_dkdv_sm90.cuh"
+#include "attention_dq_sm90.cuh"
+
+#include <math.h>
+
+namespace attention_sm90
+{
+
+constexpr int kDeltaThreads = 256;
+
+/* delta = rowsum(dout * out): a warp a row, 8 elements a lane and step. Floor: it reads both once. */
+template <class E>
+__global__ void __launch_bounds__(kDeltaThreads)
+    attention_delta_sm90_kernel(AttentionView dout, AttentionView out, float *delta, int64_t rows, int64_t heads,
+                                int dim)
+{
+    const int64_t step = static_cast<int64_t>(gridDim.x) * (kDeltaThreads / 32);
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    for (int64_t r = static_cast<int64_t>(blockIdx.x) * (kDeltaThreads / 32) + threadIdx.x / 32; r < rows; r += step) {
+        const int64_t token = r / heads, head = r % heads;
+        const E *const x = static_cast<const E *>(dout.data) + token * dout.token + head * dout.head;
+        const E *const y = static_cast<const E *>(out.data) + token * out.token + head * out.head;
+        float sum = 0.0f;
+        for (int d = 8 * lane; d < dim; d += 256) {
+            const uint4 left = *reinterpret_cast<const uint4 *>(x + d), right = *reinterpret_cast<const uint4 *>(y + d);
+            const E *const a = reinterpret_cast<const E *>(&left), *const b = reinterpret_cast<const E *>(&right);
+#pragma unroll
+            for (int i = 0; i < 8; i++)
+                sum = fmaf(static_cast<float>(a[i]), static_cast<float>(b[i]), sum);
+        }
+#pragma unroll
+        for (int i = 16; i > 0; i /= 2)
+            sum += __shfl_xor_sync(0xffffffffu, sum, i);
+        if (lane == 0)
+            delta[r] = sum;
+    }
+}
+
+inline bool copyable_or_absent(const am_tensor &t) { return t.dtype == AM_NONE || copyable(t); }
+
+/* What the kernels take. Outputs and dout are not there yet when a caller asks which row will run. */
+inline bool backward_fits(const am_attention_args *a, am_dtype dtype, int64_t dim)
+{
+    const int64_t group = a->q.shape[1] / a->k.shape[1];
+    return a->q.dtype == dtype && a->q.shape[2] == dim && group >= 1 && group <= 64 && (group & (group - 1)) == 0 &&
+           copyable(a->q) && copyable(a->k) && copyable(a->v) && copyable_or_absent(a->dout) &&
+           copyable_or_absent(a->out) && copyable_or_absent(a->dq) && copyable_or_absent(a->dk) &&
+           copyable_or_absent(a->dv) &&
+           a->q.shape[0] * group / RowTile<256>::kM + a->k.shape[0] / KeyTile<256>::kKeys + a->docs.n <
+               (1ll << 31) / a->k.shape[1];
+}
+
+template <class A> am_status fill_args(A *args, const am_attention_args *a, const AttentionScratch &s)
+{
+    const int64_t group = a->q.shape[1] / a->k.shape[1];
+    args->lse = attention_view(a->lse);
+    args->low = attention_view(a->lse_low);
+    args->docs = attention_docs(a);
+    args->next = s.next;
+    args->delta = s.delta;
+    args->heads = a->q.shape[1];
+    args->key_heads = static_cast<uint32_t>(a->k.shape[1]);
+    while (1 << args->group_shift < group)
+        args->group_shift++;
+    args->scale = static_cast<float>(a->scale);
+    args->scale_log2 = static_cast<float>(a->scale * 1.4426950408889634);
+    args->causal = a->causal;
+    return AM_OK;
+}
+
+inline am_status sm_count(unsigned *sms)
+{
+    int device = 0, count = 0;
+    AM_CUDA(cudaGetDevice(&device));
+    AM_CUDA(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
+    *sms = static_cast<unsigned>(count);
+    return AM_OK;
+}
+
+template <int kD, class E>
+am_status launch_dkdv(const am_attention_args *a, const AttentionScratch &s, unsigned sms, cudaStream_t stream)
+{
+    using T = KeyTile<kD>;
+    constexpr size_t kSmem = sizeof(KeySmem<T>) + 1024;
+    static_assert(kSmem <= 232448, "227 KiB of shared memory");
+    const uint32_t group = static_cast<uint32_t>(a->q.shape[1] / a->k.shape[1]);
+    KeyArgs args = {};
+    AM_TRY(fill_args(&args, a, s));
+    AM_TRY(attention_place_tiles(a, true, T::kKeys, s.first_k, s.next, stream));
+    args.first = s.first_k;
+    AM_TRY(tensor_map_of(&args.q, &a->q, T::kRows / group, group));
+    AM_TRY(tensor_map_of(&args.dout, &a->dout, T::kRows / group, group));
+    AM_TRY(tensor_map_of(&args.k, &a->k, T::kKeys, 1));
+    AM_TRY(tensor_map_of(&args.v, &a->v, T::kKeys, 1));
+    args.dk = attention_view(a->dk);
+    args.dv = attention_view(a->dv);
+    AM_CUDA(cudaFuncSetAttribute(attention_dkdv_sm90_kernel<T, E>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmem));
+    attention_dkdv_sm90_kernel<T, E><<<sms, T::kThreads, kSmem, stream>>>(args);
+    AM_CUDA_LAUNCHED();
+    return AM_OK;
+}
+
+template <int kD, class E>
+am_status launch_dq(const am_attention_args *a, const AttentionScratch &s, unsigned sms, cudaStream_t stream)
+{
+    using T = RowTile<kD>;
+    constexpr size_t kSmem = sizeof(RowSmem<T>) + 1024;
+    static_assert(kSmem <= 232448, "227 KiB of shared memory");
+    const uint32_t group = static_cast<uint32_t>(a->q.shape[1] / a->k.shape[1]);
+    RowArgs args = {};
+    AM_TRY(fill_args(&args, a, s));
+    AM_TRY(attention_place_tiles(a, false, T::kM / group, s.first, s.next, stream));
+    args.first = s.first;
+    AM_TRY(tensor_map_of(&args.q, &a->q, T::kM / group, group));
+    AM_TRY(tensor_map_of(&args.dout, &a->dout, T::kM / group, group));
+    AM_TRY(tensor_map_of(&args.k, &a->k, T::kN, 1));
+    AM_TRY(tensor_map_of(&args.v, &a->v, T::kN, 1));
+    args.dq = attention_view(a->dq);
+    AM_CUDA(cudaFuncSetAttribute(attention_dq_sm90_kernel<T, E>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmem));
+    attention_dq_sm90_kernel<T, E><<<sms, T::kThreads, kSmem, stream>>>(args);
+    AM_CUDA_LAUNCHED();
+    return AM_OK;
+}
+
+template <int kD, class E> am_status launch_backward(const am_attention_args *a, cudaStream_t stream)
+{
+    const AttentionScratch s = attention_scratch(a, true);
+    const int64_t rows = a->q.shape[0] * a->q.shape[1];
+    unsigned sms = 0;
+    AM_TRY(sm_count(&sms));
+    AM_TRY(attention_fill_gaps(a, true, stream));
+    attention_delta_sm90_kernel<E><<<8 * sms, kDeltaThreads, 0, stream>>>(
+        attention_view(a->dout), attention_view(a->out), s.delta, rows, a->q.shape[1], kD);
+    AM_CUDA_LAUNCHED();
+    AM_TRY((launch_dkdv<kD, E>(a, s, sms, stream)));
+    return launch_dq<kD, E>(a, s, sms, stream);
+}
+
+} // namespace attention_sm90
+
+#endif
