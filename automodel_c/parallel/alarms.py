@@ -25,7 +25,6 @@ import threading
 import time
 import weakref
 
-import torch
 import torch.distributed as dist
 
 from .faults import RankFailure, _lost_connection, _ports, _words
