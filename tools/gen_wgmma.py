@@ -8,7 +8,7 @@ from pathlib import Path
 
 TARGET = Path(__file__).parents[1] / "csrc/cuda/common/wgmma_sm90.cuh"
 # N, and where A and B come from: registers or shared memory
-SHAPES = [(48, "ss"), (64, "ss"), (80, "ss"), (128, "ss"), (176, "ss"), (64, "rs"), (128, "rs"), (256, "rs")]
+SHAPES = [(64, "ss"), (80, "ss"), (128, "ss"), (176, "ss"), (64, "rs"), (128, "rs"), (256, "rs")]
 DTYPES = ("bf16", "f16")
 
 HEAD = """/* wgmma_sm90.cuh -- written by tools/gen_wgmma.py; change that.

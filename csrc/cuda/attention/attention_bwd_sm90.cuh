@@ -53,7 +53,8 @@ inline bool backward_fits(const am_attention_args *a, am_dtype dtype, int64_t di
            copyable(a->q) && copyable(a->k) && copyable(a->v) && copyable_or_absent(a->dout) &&
            copyable_or_absent(a->out) && copyable_or_absent(a->dq) && copyable_or_absent(a->dk) &&
            copyable_or_absent(a->dv) &&
-           a->q.shape[0] * group / RowTile<256>::kM + a->k.shape[0] / 64 + a->docs.n < (1ll << 31) / a->k.shape[1];
+           a->q.shape[0] * group / RowTile<256>::kM + a->k.shape[0] / KeyTile<256>::kKeys + a->docs.n <
+               (1ll << 31) / a->k.shape[1];
 }
 
 template <class A> am_status fill_args(A *args, const am_attention_args *a, const AttentionScratch &s)
@@ -83,9 +84,10 @@ inline am_status sm_count(unsigned *sms)
     return AM_OK;
 }
 
-template <class T, class E>
+template <int kD, class E>
 am_status launch_dkdv(const am_attention_args *a, const AttentionScratch &s, unsigned sms, cudaStream_t stream)
 {
+    using T = KeyTile<kD>;
     constexpr size_t kSmem = sizeof(KeySmem<T>) + 1024;
     static_assert(kSmem <= 232448, "227 KiB of shared memory");
     const uint32_t group = static_cast<uint32_t>(a->q.shape[1] / a->k.shape[1]);
@@ -137,10 +139,7 @@ template <int kD, class E> am_status launch_backward(const am_attention_args *a,
     attention_delta_sm90_kernel<E><<<8 * sms, kDeltaThreads, 0, stream>>>(
         attention_view(a->dout), attention_view(a->out), s.delta, rows, a->q.shape[1], kD);
     AM_CUDA_LAUNCHED();
-    if (48 % (a->q.shape[1] / a->k.shape[1]) == 0)
-        AM_TRY((launch_dkdv<KeyTile<kD, 48, 3, 1>, E>(a, s, sms, stream)));
-    else
-        AM_TRY((launch_dkdv<KeyTile<kD, 64, 2, 2>, E>(a, s, sms, stream)));
+    AM_TRY((launch_dkdv<kD, E>(a, s, sms, stream)));
     return launch_dq<kD, E>(a, s, sms, stream);
 }
 

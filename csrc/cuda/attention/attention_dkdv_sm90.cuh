@@ -25,11 +25,9 @@
 namespace attention_sm90
 {
 
-/* kSlots: of P. Three stages of 48 rows hide the copies' latency, which two of 64 do not; a group of 32 or 64 heads
- * does not divide 48. */
-template <int kD_, int kRows_, int kStages_, int kSlots_> struct KeyTile {
-    static constexpr int kD = kD_, kKeys = 64, kRows = kRows_, kStages = kStages_, kSlots = kSlots_, kBoxes = kD / 64;
-    static constexpr int kKeyBytes = kKeys * kD * 2, kRowBytes = kRows * kD * 2;
+template <int kD_> struct KeyTile {
+    static constexpr int kD = kD_, kKeys = 64, kRows = 64, kStages = 2, kBoxes = kD / 64;
+    static constexpr int kBytes = 64 * kD * 2; /* of K, V, and a block of Q or dO */
     static constexpr int kLoadRegs = 40, kMathRegs = 232, kThreads = 384;
     static constexpr int kWarps = 8; /* of both math warpgroups */
 };
@@ -46,16 +44,16 @@ struct KeyWork {
 };
 
 template <class T> struct KeySmem {
-    alignas(1024) char k[T::kKeyBytes];
-    alignas(1024) char v[T::kKeyBytes];
-    alignas(1024) char q[T::kStages][T::kRowBytes];
-    alignas(1024) char dout[T::kStages][T::kRowBytes];
-    float4 p[T::kSlots][T::kRows / 8][128]; /* P: four of a thread's sums at a time */
+    alignas(1024) char k[T::kBytes];
+    alignas(1024) char v[T::kBytes];
+    alignas(1024) char q[T::kStages][T::kBytes];
+    alignas(1024) char dout[T::kStages][T::kBytes];
+    float4 p[2][T::kRows / 8][128]; /* P: four of a thread's sums at a time */
     float lse[T::kStages][T::kRows], delta[T::kStages][T::kRows];
     uint64_t kv_full, kv_empty;                             /* 1 and the bytes; a warp each and the rows' */
     uint64_t q_full[T::kStages], q_empty[T::kStages];       /* 1, the bytes and lse; a warp each */
     uint64_t dout_full[T::kStages], dout_empty[T::kStages]; /* 1 and the bytes, after delta; a warp each */
-    uint64_t p_full[T::kSlots], p_empty[T::kSlots];         /* a warp of one warpgroup each */
+    uint64_t p_full[2], p_empty[2];                         /* a warp of one warpgroup each */
     KeyWork work[2];
 };
 
@@ -92,11 +90,10 @@ template <class T> __device__ KeyWork key_work_at(const KeyArgs &a, uint32_t pla
     return w;
 }
 
-template <class T, int kRows>
-__device__ void load_tile(char *to, const CUtensorMap *map, uint64_t *full, int head, int row)
+template <class T> __device__ void load_tile(char *to, const CUtensorMap *map, uint64_t *full, int head, int row)
 {
     for (int i = 0; i < T::kBoxes; i++)
-        ptx::tma_load_3d(to + i * kRows * 128, map, full, 64 * i, head, row);
+        ptx::tma_load_3d(to + i * 64 * 128, map, full, 64 * i, head, row);
 }
 
 /* One thread: the tiles' K and V, and blocks of Q. */
@@ -110,15 +107,14 @@ template <class T> __device__ void key_load_role(KeySmem<T> &s, const KeyArgs &a
         const KeyWork w = key_work_at<T>(a, place);
         ptx::mbarrier_wait(&s.kv_empty, phase ^ 1);
         s.work[phase] = w;
-        ptx::mbarrier_arrive_expect_tx(&s.kv_full, 2 * T::kKeyBytes);
-        load_tile<T, T::kKeys>(s.k, &a.k, &s.kv_full, w.key_head, w.key_row);
-        load_tile<T, T::kKeys>(s.v, &a.v, &s.kv_full, w.key_head, w.key_row);
+        ptx::mbarrier_arrive_expect_tx(&s.kv_full, 2 * T::kBytes);
+        load_tile<T>(s.k, &a.k, &s.kv_full, w.key_head, w.key_row);
+        load_tile<T>(s.v, &a.v, &s.kv_full, w.key_head, w.key_row);
         phase ^= 1;
         for (int b = w.first + w.blocks - 1; b >= w.first; b--, ring.advance()) {
             ptx::mbarrier_wait(&s.q_empty[ring.slot], ring.phase ^ 1);
-            ptx::mbarrier_arrive_expect_tx(&s.q_full[ring.slot], T::kRowBytes);
-            load_tile<T, T::kRows>(s.q[ring.slot], &a.q, &s.q_full[ring.slot], w.key_head << a.group_shift,
-                                   w.q0 + b * tokens);
+            ptx::mbarrier_arrive_expect_tx(&s.q_full[ring.slot], T::kBytes);
+            load_tile<T>(s.q[ring.slot], &a.q, &s.q_full[ring.slot], w.key_head << a.group_shift, w.q0 + b * tokens);
         }
         place = next_place(a.next);
     }
@@ -152,28 +148,28 @@ template <class T> __device__ void row_role(KeySmem<T> &s, const KeyArgs &a)
         if (w.blocks < 0)
             return;
         for (int b = w.first + w.blocks - 1; b >= w.first; b--, ring.advance()) {
-            float2 found[(T::kRows + 31) / 32];
+            float2 found[T::kRows / 32];
 #pragma unroll
-            for (int i = 0; i < (T::kRows + 31) / 32; i++) {
+            for (int i = 0; i < T::kRows / 32; i++) {
                 const int row = lane + 32 * i, token = b * (T::kRows >> a.group_shift) + (row >> a.group_shift);
                 found[i] = statistics_of(a, w, token, (w.key_head << a.group_shift) + (row & group));
             }
             ptx::mbarrier_wait(&s.q_empty[ring.slot], ring.phase ^ 1);
 #pragma unroll
-            for (int i = 0; lane + 32 * i < T::kRows; i++)
+            for (int i = 0; i < T::kRows / 32; i++)
                 s.lse[ring.slot][lane + 32 * i] = found[i].x;
             __syncwarp();
             if (lane == 0)
                 ptx::mbarrier_arrive(&s.q_full[ring.slot]);
             ptx::mbarrier_wait(&s.dout_empty[ring.slot], ring.phase ^ 1);
 #pragma unroll
-            for (int i = 0; lane + 32 * i < T::kRows; i++)
+            for (int i = 0; i < T::kRows / 32; i++)
                 s.delta[ring.slot][lane + 32 * i] = found[i].y;
             __syncwarp();
             if (lane == 0) {
-                ptx::mbarrier_arrive_expect_tx(&s.dout_full[ring.slot], T::kRowBytes);
-                load_tile<T, T::kRows>(s.dout[ring.slot], &a.dout, &s.dout_full[ring.slot], w.key_head << a.group_shift,
-                                       w.q0 + b * (T::kRows >> a.group_shift));
+                ptx::mbarrier_arrive_expect_tx(&s.dout_full[ring.slot], T::kBytes);
+                load_tile<T>(s.dout[ring.slot], &a.dout, &s.dout_full[ring.slot], w.key_head << a.group_shift,
+                             w.q0 + b * (T::kRows >> a.group_shift));
             }
         }
         __syncwarp();
@@ -285,7 +281,7 @@ __device__ void store_keys(const AttentionView &to, const KeyWork &w, const floa
 /* A math warpgroup's place in the rings, and its thread's in the tile. */
 template <class T> struct Place {
     Ring<T::kStages> ring;
-    Ring<T::kSlots> exchange;
+    Ring<2> exchange;
     const bool signals = threadIdx.x % 32 == 0;
     const int me = static_cast<int>(threadIdx.x % 128), row = me / 32 * 16 + me % 32 / 4;
 };
@@ -316,8 +312,8 @@ template <class T, class E> __device__ void weight_role(KeySmem<T> &s, const Key
 {
     Place<T> at;
     const uint32_t k_low = uniform(descriptor_low(s.k, 64 * 128));
-    const auto q_low = [&] { return uniform(descriptor_low(s.q[at.ring.slot], T::kRows * 128)); };
-    const auto dout_low = [&] { return uniform(descriptor_low(s.dout[at.ring.slot], T::kRows * 128)); };
+    const auto q_low = [&] { return uniform(descriptor_low(s.q[at.ring.slot], 64 * 128)); };
+    const auto dout_low = [&] { return uniform(descriptor_low(s.dout[at.ring.slot], 64 * 128)); };
     for (uint32_t phase = 0;; phase ^= 1) {
         ptx::mbarrier_wait(&s.kv_full, phase);
         const KeyWork &w = s.work[phase];
@@ -386,8 +382,8 @@ template <class T, class E> __device__ void score_role(KeySmem<T> &s, const KeyA
 {
     Place<T> at;
     const uint32_t v_low = uniform(descriptor_low(s.v, 64 * 128));
-    const auto q_low = [&] { return uniform(descriptor_low(s.q[at.ring.slot], T::kRows * 128)); };
-    const auto dout_low = [&] { return uniform(descriptor_low(s.dout[at.ring.slot], T::kRows * 128)); };
+    const auto q_low = [&] { return uniform(descriptor_low(s.q[at.ring.slot], 64 * 128)); };
+    const auto dout_low = [&] { return uniform(descriptor_low(s.dout[at.ring.slot], 64 * 128)); };
     for (uint32_t phase = 0;; phase ^= 1) {
         ptx::mbarrier_wait(&s.kv_full, phase);
         const KeyWork &w = s.work[phase];
@@ -442,13 +438,11 @@ __global__ void __launch_bounds__(T::kThreads, 1) attention_dkdv_sm90_kernel(con
     if (threadIdx.x == 0) {
         ptx::mbarrier_init(&s.kv_full, 1);
         ptx::mbarrier_init(&s.kv_empty, T::kWarps + 1);
-        for (int i = 0; i < T::kStages; i++) {
+        for (int i = 0; i < 2; i++) {
             ptx::mbarrier_init(&s.q_full[i], 2);
             ptx::mbarrier_init(&s.dout_full[i], 1);
             ptx::mbarrier_init(&s.q_empty[i], T::kWarps);
             ptx::mbarrier_init(&s.dout_empty[i], T::kWarps);
-        }
-        for (int i = 0; i < T::kSlots; i++) {
             ptx::mbarrier_init(&s.p_full[i], T::kWarps / 2);
             ptx::mbarrier_init(&s.p_empty[i], T::kWarps / 2);
         }

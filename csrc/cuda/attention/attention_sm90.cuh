@@ -93,10 +93,6 @@ template <> struct Element<__nv_bfloat16> {
         const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
         return *reinterpret_cast<const uint32_t *>(&both);
     }
-    __device__ static void scores(float (&d)[24], uint64_t a, uint64_t b, bool keep)
-    {
-        ptx::wgmma_m64n48k16_bf16_ss(d, a, b, keep);
-    }
     __device__ static void scores(float (&d)[32], uint64_t a, uint64_t b, bool keep)
     {
         ptx::wgmma_m64n64k16_bf16_ss(d, a, b, keep);
@@ -132,10 +128,6 @@ template <> struct Element<__half> {
     {
         const __half2 both = __floats2half2_rn(low, high);
         return *reinterpret_cast<const uint32_t *>(&both);
-    }
-    __device__ static void scores(float (&d)[24], uint64_t a, uint64_t b, bool keep)
-    {
-        ptx::wgmma_m64n48k16_f16_ss(d, a, b, keep);
     }
     __device__ static void scores(float (&d)[32], uint64_t a, uint64_t b, bool keep)
     {

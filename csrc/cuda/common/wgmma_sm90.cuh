@@ -12,22 +12,6 @@ namespace ptx
 {
 
 /* clang-format off */
-__device__ inline void wgmma_m64n48k16_bf16_ss(float (&d)[24], uint64_t a, uint64_t b, bool keep)
-{
-    asm volatile("{\n"
-                 ".reg .pred keep;\n"
-                 "setp.ne.b32 keep, %26, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 "
-                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-                 " %16, %17, %18, %19, %20, %21, %22, %23}, "
-                 "%24, %25, keep, 1, 1, 0, 0;\n"
-                 "}\n"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-                   "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-                   "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23])
-                 : "l"(a), "l"(b), "r"(static_cast<int>(keep)));
-}
-
 __device__ inline void wgmma_m64n64k16_bf16_ss(float (&d)[32], uint64_t a, uint64_t b, bool keep)
 {
     asm volatile("{\n"
@@ -188,22 +172,6 @@ __device__ inline void wgmma_m64n256k16_bf16_rs(float (&d)[128], const uint32_t 
                    "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]),
                    "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(keep)));
-}
-
-__device__ inline void wgmma_m64n48k16_f16_ss(float (&d)[24], uint64_t a, uint64_t b, bool keep)
-{
-    asm volatile("{\n"
-                 ".reg .pred keep;\n"
-                 "setp.ne.b32 keep, %26, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n48k16.f32.f16.f16 "
-                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-                 " %16, %17, %18, %19, %20, %21, %22, %23}, "
-                 "%24, %25, keep, 1, 1, 0, 0;\n"
-                 "}\n"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-                   "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-                   "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23])
-                 : "l"(a), "l"(b), "r"(static_cast<int>(keep)));
 }
 
 __device__ inline void wgmma_m64n64k16_f16_ss(float (&d)[32], uint64_t a, uint64_t b, bool keep)
