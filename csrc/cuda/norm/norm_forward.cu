@@ -77,6 +77,14 @@ __global__ void __launch_bounds__(kThreads<kLanes>) norm_forward_kernel(const __
     for (int u = 0; u < kRows; u++)
         t.row[u] = (static_cast<int64_t>(blockIdx.x) * kRows + u) * kGroups + threadIdx.x / kLanes;
     t.read(p);
+    float w[kChunks][kPer<T>], b[kKind == kLayer ? kChunks : 1][kPer<T>]; /* under way before the sums, which wait */
+#pragma unroll
+    for (int j = 0; j < kChunks; j++)
+        if (t.word(j) < t.words) {
+            weights<T>(w[j], p.weight, t.word(j), p.weight_bf16);
+            if constexpr (kKind == kLayer)
+                weights<T>(b[j], p.bias, t.word(j), p.bias_bf16);
+        }
     if constexpr (kKind == kRmsSum)
         t.add(p);
 
@@ -123,10 +131,6 @@ __global__ void __launch_bounds__(kThreads<kLanes>) norm_forward_kernel(const __
     for (int j = 0; j < kChunks; j++) {
         if (t.word(j) >= t.words)
             break;
-        float w[kPer<T>], b[kPer<T>];
-        weights<T>(w, p.weight, t.word(j), p.weight_bf16);
-        if constexpr (kKind == kLayer)
-            weights<T>(b, p.bias, t.word(j), p.bias_bf16);
 #pragma unroll
         for (int u = 0; u < kRows; u++) {
             if (t.row[u] >= p.rows)
@@ -138,11 +142,11 @@ __global__ void __launch_bounds__(kThreads<kLanes>) norm_forward_kernel(const __
 #pragma unroll
             for (int i = 0; i < kPer<T>; i++) {
                 if constexpr (kKind == kLayer)
-                    x[i] = ((x[i] - mean[u]) - rest[u]) * rstd[u] * w[i] + b[i];
+                    x[i] = ((x[i] - mean[u]) - rest[u]) * rstd[u] * w[j][i] + b[j][i];
                 else if constexpr (kKind == kGated)
-                    x[i] = scaled<T>(x[i], rstd[u], w[i], p.weight_bf16) * (z[i] * sigmoid<T>(z[i]));
+                    x[i] = scaled<T>(x[i], rstd[u], w[j][i], p.weight_bf16) * (z[i] * sigmoid<T>(z[i]));
                 else
-                    x[i] = x[i] * rstd[u] * (w[i] + p.shift);
+                    x[i] = x[i] * rstd[u] * (w[j][i] + p.shift);
             }
             rows::store(rows::row_of(p.axes, p.y, t.row[u]) + 16 * t.word(j), rows::pack<T>(x));
         }
@@ -164,25 +168,25 @@ am_status launch(const Forward &p, cudaStream_t stream)
 
 template <typename T, Kind kKind> am_status launch_by_length(const Forward &p, cudaStream_t stream)
 {
-    constexpr int kMore = kKind == kRms ? 2 : 1;
+    constexpr int kMore = kKind == kRms ? 2 : 1, kShort = kKind == kRmsSum ? 2 : 4; /* rows: enough bytes under way */
     const int words = p.n / kPer<T>;
     if constexpr (kKind != kLayer) {
         if (words <= 16)
-            return launch<T, kKind, 16, 1, 2 * kMore>(p, stream);
+            return launch<T, kKind, 16, 1, kShort>(p, stream);
         if (words <= 32)
-            return launch<T, kKind, 32, 1, 2 * kMore>(p, stream);
+            return launch<T, kKind, 32, 1, kShort>(p, stream);
         if (words <= 64)
             return launch<T, kKind, 32, 2, kMore>(p, stream);
     }
     if constexpr (kKind != kGated) {
         if (words <= 128)
-            return launch<T, kKind, 64, 2, 1>(p, stream);
+            return launch<T, kKind, 64, 2, kMore>(p, stream);
         if (words <= 256)
-            return launch<T, kKind, 128, 2, 1>(p, stream);
+            return launch<T, kKind, 128, 2, kMore>(p, stream);
         if (words <= 384)
-            return launch<T, kKind, 128, 3, 1>(p, stream);
+            return launch<T, kKind, 128, 3, kMore>(p, stream);
         if (words <= 768)
-            return launch<T, kKind, 256, 3, 1>(p, stream);
+            return launch<T, kKind, 256, 3, kMore>(p, stream);
         if constexpr (sizeof(T) == 4 && kKind != kLayer)
             return launch<T, kKind, 512, 3, 1>(p, stream);
     }
