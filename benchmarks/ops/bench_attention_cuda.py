@@ -59,10 +59,10 @@ SHAPES = {  # name: lengths, query heads, key heads, head dim, passes
     "4x8K": ([8192] * 4, 32, 2, 256, ("fwd", "bwd")),
     "32K-heavy": (heavy_tailed(32768), 32, 2, 256, ("fwd", "bwd")),
     "hundred": (HUNDRED, 32, 2, 256, ("fwd", "bwd")),
-    "8K-d128": ([8192], 32, 8, 128, ("fwd",)),
-    "32K-d128": ([32768], 32, 8, 128, ("fwd",)),
-    "32K-heavy-d128": (heavy_tailed(32768), 32, 8, 128, ("fwd",)),
-    "8K-d64": ([8192], 32, 8, 64, ("fwd",)),
+    "8K-d128": ([8192], 32, 8, 128, ("fwd", "bwd")),
+    "32K-d128": ([32768], 32, 8, 128, ("fwd", "bwd")),
+    "32K-heavy-d128": (heavy_tailed(32768), 32, 8, 128, ("fwd", "bwd")),
+    "8K-d64": ([8192], 32, 8, 64, ("fwd", "bwd")),
 }
 
 

@@ -1,10 +1,9 @@
 /* attention_dkdv_sm90.cuh -- dk and dv of attention.h for 16-bit inputs on Hopper: the first of two repeatable passes.
  *
- *   a tile is 64 keys of one document and key head; a block is 64 rows that see them: 64 / G tokens of all G query
- * heads
+ *   a tile is 64 keys of one document and key head; a block is 64 rows that see them, 64 / G tokens of all G heads
  *
- *   warpgroup 0, one thread | next tile -> K, V (smem); blocks of Q, two stages, last to first
- *   warpgroup 0, one warp   | blocks of dO, two stages; lse and delta of each block
+ *   warpgroup 0, one thread | next tile -> K, V (smem); blocks of Q, two stages or four, last to first
+ *   warpgroup 0, one warp   | blocks of dO, as many; lse and delta of each block
  *   warpgroup 1             | S = K Q^T (smem x smem), P = exp(S - lse) -> smem, dV += P dO (regs x smem)
  *   warpgroup 2             | dP = V dO^T (smem x smem), dS = P (dP - delta),    dK += dS Q (regs x smem)
  *
@@ -26,7 +25,7 @@ namespace attention_sm90
 {
 
 template <int kD_> struct KeyTile {
-    static constexpr int kD = kD_, kKeys = 64, kRows = 64, kStages = 2, kBoxes = kD / 64;
+    static constexpr int kD = kD_, kKeys = 64, kRows = 64, kStages = kD == 256 ? 2 : 4, kBoxes = kD / 64;
     static constexpr int kBytes = 64 * kD * 2; /* of K, V, and a block of Q or dO */
     static constexpr int kLoadRegs = 40, kMathRegs = 232, kThreads = 384;
     static constexpr int kWarps = 8; /* of both math warpgroups */
@@ -438,11 +437,13 @@ __global__ void __launch_bounds__(T::kThreads, 1) attention_dkdv_sm90_kernel(con
     if (threadIdx.x == 0) {
         ptx::mbarrier_init(&s.kv_full, 1);
         ptx::mbarrier_init(&s.kv_empty, T::kWarps + 1);
-        for (int i = 0; i < 2; i++) {
+        for (int i = 0; i < T::kStages; i++) {
             ptx::mbarrier_init(&s.q_full[i], 2);
             ptx::mbarrier_init(&s.dout_full[i], 1);
             ptx::mbarrier_init(&s.q_empty[i], T::kWarps);
             ptx::mbarrier_init(&s.dout_empty[i], T::kWarps);
+        }
+        for (int i = 0; i < 2; i++) {
             ptx::mbarrier_init(&s.p_full[i], T::kWarps / 2);
             ptx::mbarrier_init(&s.p_empty[i], T::kWarps / 2);
         }

@@ -19,6 +19,10 @@ const AttentionRow forward_rows[] = {
 const AttentionRow backward_rows[] = {
     {"d256 bf16 sm90", attention_bwd_fits_d256_bf16, attention_bwd_d256_bf16},
     {"d256 f16 sm90", attention_bwd_fits_d256_f16, attention_bwd_d256_f16},
+    {"d128 bf16 sm90", attention_bwd_fits_d128_bf16, attention_bwd_d128_bf16},
+    {"d128 f16 sm90", attention_bwd_fits_d128_f16, attention_bwd_d128_f16},
+    {"d64 bf16 sm90", attention_bwd_fits_d64_bf16, attention_bwd_d64_bf16},
+    {"d64 f16 sm90", attention_bwd_fits_d64_f16, attention_bwd_d64_f16},
     {"simple", always, attention_bwd_simple},
 };
 

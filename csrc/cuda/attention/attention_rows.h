@@ -52,8 +52,16 @@ am_status attention_fwd_d64_f16(const am_attention_args *a, cudaStream_t stream)
 
 bool attention_bwd_fits_d256_bf16(const am_attention_args *a);
 bool attention_bwd_fits_d256_f16(const am_attention_args *a);
+bool attention_bwd_fits_d128_bf16(const am_attention_args *a);
+bool attention_bwd_fits_d128_f16(const am_attention_args *a);
+bool attention_bwd_fits_d64_bf16(const am_attention_args *a);
+bool attention_bwd_fits_d64_f16(const am_attention_args *a);
 am_status attention_bwd_d256_bf16(const am_attention_args *a, cudaStream_t stream);
 am_status attention_bwd_d256_f16(const am_attention_args *a, cudaStream_t stream);
+am_status attention_bwd_d128_bf16(const am_attention_args *a, cudaStream_t stream);
+am_status attention_bwd_d128_f16(const am_attention_args *a, cudaStream_t stream);
+am_status attention_bwd_d64_bf16(const am_attention_args *a, cudaStream_t stream);
+am_status attention_bwd_d64_f16(const am_attention_args *a, cudaStream_t stream);
 
 am_status attention_fwd_simple(const am_attention_args *a, cudaStream_t stream);
 am_status attention_bwd_simple(const am_attention_args *a, cudaStream_t stream);
