@@ -16,7 +16,16 @@ tiles. What came at head dim 256 on one H200, FA3's time over ours; the card's p
                                               128; turns lost there too (602 and 631 TFLOP/s on 32K)
 Below a peer: head dim 128 on one long document (0.94 to 0.96), head dim 64 beside cuDNN (0.89); 128K, whose keys fit in
 no L2, is a draw.
-The plain kernels, and with them every backward pass, run in float32 without tensor cores: 0.01 of a peer.
+The plain kernels run in float32 without tensor cores: 0.01 of a peer.
+
+The backward pass on Hopper, predicted at 0.84 of FA3 on 8K (seven products where FA3 has five, each at 0.7 of the
+rate); the same bits every time, which FA3's are not. TFLOP/s at head dim 256 on 8K, 32K, and the hundred documents:
+  two passes, a product issued when the last is done     314, 412, 277
+  the next product issued behind the last                301, 396, 269; kept, since it needs no more registers
+  a block takes its next tile late, not with this one    445, 435, 304 (the longest tile no longer has a second one;
+                                                         the forward pass gained 1 to 5 % by it)
+  dk and dv by three stages of 48 rows, not two of 64    416, 429, 290: the copies' latency was not what it waits for
+dq runs at 790 TFLOP/s on 8K, dk and dv at 525 to 550: that pass is the one to change.
 """
 
 import argparse
