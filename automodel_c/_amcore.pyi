@@ -231,15 +231,17 @@ def linear_cross_entropy_loss(
     loss: Tensor, stats: Tensor, num_label_tokens: Tensor | None = None, *, n: int
 ) -> None: ...
 def linear_cross_entropy_grad(
-    logits: Tensor,
+    dlogits: Tensor,
     dloss: Tensor,
+    logits: Tensor,
     stats: Tensor,
     targets: Tensor,
     num_label_tokens: Tensor | None = None,
     *,
     first: int,
 ) -> None: ...
-def linear_cross_entropy_add(sum: Tensor, part: Tensor) -> None: ...
+def linear_cross_entropy_product_workspace(left: Tensor) -> int: ...
+def linear_cross_entropy_product(out: Tensor, workspace: Tensor, left: Tensor, right: Tensor, *, add: bool) -> None: ...
 def linear_cross_entropy_scatter(dhidden: Tensor, sum: Tensor, rows: Tensor) -> None: ...
 
 # mlp

@@ -17,8 +17,10 @@ def linear_cross_entropy(hidden, weight, labels, *, num_label_tokens=None, ignor
 
     Where weight needs a gradient, forward allocates it and keeps logits there: all of them for at most H labelled
     rows n, else a share H / n; backward takes chunk after chunk out and puts the gradient in its place. The rest, and
-    all of them in a repeated backward, are made again. Beside the gradients the memory is a chunk of logits and one
-    float32 copy of `hidden`; every call awaiting its backward holds its [V, H]. Compiled, nothing is kept.
+    all of them in a repeated backward, are made again: 2 n V H flops of 6 n V H. Beside the gradients the memory is a
+    chunk of logits, scratch for the products, a float32 copy of `hidden` and, where some rows have no label, its
+    labelled rows: below 5 % of whole logits at V = 248,320 and 256 rows. Every call awaiting its backward holds its
+    [V, H]. Compiled, nothing is kept.
 
     Args:
         hidden: [T, H], float32 or bfloat16.
@@ -111,32 +113,32 @@ _plain = define(
 
 
 def _chunks(vocab, hidden):
-    """[(first, last)] of each chunk of the vocabulary, and scratch for one chunk of logits.
+    """[(first, last)] of each chunk of the vocabulary, and scratch for one chunk of logits and for the products.
 
-    As wide as 4 % of whole logits allow beside four rows of hidden states (a gather, a float32 sum, a bfloat16 part),
-    and at most a 120th of the vocabulary: the GEMM's own scratch is about as large as the chunk.
+    As wide as 4.5 % of whole logits allow beside the rows' gather and float32 sum and the products' scratch.
     """
     n, size = hidden.shape
-    width = max(512, min(vocab // 120, vocab // 25 - 4 * size) // 256 * 256)
+    workspace = _alloc.workspace(_amcore.linear_cross_entropy_product_workspace(hidden), hidden.device)
+    beside = size + (4 * size + len(workspace) // max(n, 1)) // hidden.dtype.itemsize
+    width = max(512, (vocab * 45 // 1000 - beside) // 256 * 256)
     scratch = _alloc.empty((n * min(width, vocab),), hidden.dtype, hidden.device)
-    return [(first, min(first + width, vocab)) for first in range(0, vocab, width)], scratch
+    return [(first, min(first + width, vocab)) for first in range(0, vocab, width)], scratch, workspace
 
 
-def _view(memory, start, n, first, last):
-    return memory[start : start + n * (last - first)].view(n, last - first)
+def _place(memory, hidden, first, last):
+    """Where the chunk's logits [n, last - first] stay in the memory of weight's gradient, or None.
 
-
-def _places(chunks, memory, hidden):
-    """(first, last, logits [n, last - first]) of the leading chunks whose logits find room in `memory`.
-
-    `memory` is that of weight's gradient from row chunks[0][0] on. The gradient of rows before `last` ends before the
-    logits of the next chunk begin, so that gradients can be written in rising order. GEMMs and row kernels take turns
-    over all of a group: torch's threads spin for milliseconds after each GEMM, where ours want to run.
+    The gradient of rows before `last` ends before the logits of the next chunk begin, so that gradients can be written
+    in rising order.
     """
-    (n, size), begin = hidden.shape, chunks[0][0] if chunks else 0
-    step = max(n, size)
-    count = sum((last - begin) * step <= memory.numel() for _, last in chunks)
-    return [(first, last, _view(memory, (first - begin) * step, n, first, last)) for first, last in chunks[:count]]
+    step = max(hidden.shape)
+    if last * step > memory.numel():
+        return None
+    return _view(memory.view(-1)[first * step :], len(hidden), first, last)
+
+
+def _view(memory, n, first, last):
+    return memory[: n * (last - first)].view(n, last - first)
 
 
 def _labelled(hidden, weight, labels, count, ignore_index):
@@ -146,31 +148,27 @@ def _labelled(hidden, weight, labels, count, ignore_index):
     return rows[:n], targets, hidden if n == len(hidden) else hidden.index_select(0, rows[:n])
 
 
+def _product(out, workspace, left, right, add=False):
+    left, right = (x if 1 in x.stride() else x.contiguous() for x in (left, right))
+    _amcore.linear_cross_entropy_product(out, workspace, left, right, add=add)
+
+
 def _linear_cpu(hidden, weight, labels, count, ignore_index, keep):
     rows, targets, x = _labelled(hidden, weight, labels, count, ignore_index)
     stats = _alloc.empty((3, len(hidden)), torch.float32, hidden.device)
     stats[0] = -torch.inf
     stats[1] = 0.0
     kept = _alloc.empty(weight.shape if keep else (0,), weight.dtype, weight.device)
-    for group in _forward_groups(len(weight), x, kept.view(-1)):
-        for first, last, logits in group:
-            torch.mm(x, weight[first:last].t(), out=logits)
-        for first, _, logits in group:
-            _amcore.linear_cross_entropy_chunk(stats, logits, targets, first=first)
+    chunks, scratch, workspace = _chunks(len(weight), x)
+    for first, last in chunks:
+        logits = _place(kept, x, first, last)
+        if logits is None:
+            logits = _view(scratch, len(x), first, last)
+        _product(logits, workspace, x, weight[first:last].t())
+        _amcore.linear_cross_entropy_chunk(stats, logits, targets, first=first)
     loss = _alloc.empty((), torch.float32, hidden.device)
     _amcore.linear_cross_entropy_loss(loss, stats, count, n=len(rows))
     return loss, stats, kept
-
-
-def _forward_groups(vocab, hidden, kept):
-    """Groups of (first, last, logits), in one order whether logits are kept or not; those that stay come last."""
-    chunks, scratch = _chunks(vocab, hidden)
-    staying = sum(last * max(hidden.shape) <= vocab * hidden.shape[1] for _, last in chunks)
-    for rest in (chunks[staying:], chunks[:staying]):
-        while rest:
-            group = _places(rest, kept, hidden) or [(*rest[0], _view(scratch, 0, len(hidden), *rest[0]))]
-            yield group
-            rest = rest[len(group) :]
 
 
 def _linear_backward_cpu(dloss, hidden, weight, labels, count, stats, ignore_index, need_hidden, need_weight):
@@ -185,43 +183,21 @@ def _gradients(dweight, kept, dloss, hidden, weight, labels, count, stats, ignor
     rows, targets, x = _labelled(hidden, weight, labels, count, ignore_index)
     dhidden = _alloc.empty(hidden.shape if need_hidden else (0,), hidden.dtype, hidden.device)
     total = _alloc.empty(x.shape, torch.float32, x.device) if need_hidden else None
-    part = _alloc.empty(x.shape, x.dtype, x.device) if need_hidden and x.dtype != torch.float32 else None
-    memory = (kept if kept.numel() else dweight).view(-1)
-    chunks, scratch = _chunks(len(weight), x)
-    made = bool(_places(chunks, kept.view(-1), x))
-    while chunks:
-        group = _places(chunks, memory[chunks[0][0] * x.shape[1] :], x)
-        group = group or [(*chunks[0], _view(scratch, 0, len(x), *chunks[0]))]
-        chunks = chunks[len(group) :]
-        for first, last, logits in group:
-            if not made:
-                torch.mm(x, weight[first:last].t(), out=logits)
-        made = False
-        for first, _, logits in group:
-            _amcore.linear_cross_entropy_grad(logits, dloss, stats, targets, count, first=first)
-        for first, last, logits in group:
-            dlogits = _view(scratch, 0, len(x), first, last)
-            if dlogits.data_ptr() != logits.data_ptr():
-                dlogits.copy_(logits)
-            if dweight.numel():
-                torch.mm(dlogits.t(), x, out=dweight[first:last])
-            if need_hidden:
-                _add_product(total, part, dlogits, weight[first:last], first)
+    chunks, scratch, workspace = _chunks(len(weight), x)
+    for first, last in chunks:
+        dlogits = _view(scratch, len(x), first, last)
+        logits = _place(kept, x, first, last)
+        if logits is None:
+            logits = dlogits
+            _product(logits, workspace, x, weight[first:last].t())
+        _amcore.linear_cross_entropy_grad(dlogits, dloss, logits, stats, targets, count, first=first)
+        if dweight.numel():
+            _product(dweight[first:last], workspace, dlogits.t(), x)
+        if need_hidden:
+            _product(total, workspace, dlogits, weight[first:last], add=first > 0)
     if need_hidden:
         _amcore.linear_cross_entropy_scatter(dhidden, total, rows)
     return dhidden
-
-
-def _add_product(total, part, left, right, first):
-    """total += left @ right, or = for the first chunk; a bfloat16 product joins the float32 sum through `part`."""
-    if part is None:
-        torch.addmm(total, left, right, beta=float(first > 0), out=total)
-        return
-    torch.mm(left, right, out=part)
-    if first == 0:
-        total.copy_(part)
-    else:
-        _amcore.linear_cross_entropy_add(total, part)
 
 
 def _linear_setup(ctx, inputs, output):

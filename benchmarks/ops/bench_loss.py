@@ -3,12 +3,23 @@
 A linear_cross_entropy row also prints our extra memory: the growth of the resident set over one call, without the
 gradients, as a share of whole logits. Take few rounds: --rounds 5.
 
-Tried (n rows; torch's CPU time over ours, one thread, f32, T=256, H=256 and H=1024, loaded machine):
-- vocabulary chunks, logits made again, 4 GEMMs: 1.13 and 0.86.
-- logits kept in the memory of weight's gradient, 3 + max(0, 1 - H / n) GEMMs: predicted 1.40 and 1.10, found 1.54 and
-  1.15 taking turns chunk by chunk; 1.5 and 1.29 in groups, which spin less with two threads (bf16: 1.3 s for 1.75).
+The floor is 6 n V H flops: three products. torch's matmul makes 72 to 90 GFLOP/s a core of float32 here and 190 to 205
+of bfloat16, whether a chunk or the whole vocabulary is multiplied; ours 85 to 95 and 165 to 195. Beside them torch
+reads and writes whole logits some eight times and faults in three copies.
+
+Tried (n rows; torch's CPU time over ours, f32, T=256, H=1024, loaded machine; first one thread, then two):
+- vocabulary chunks, logits made again, 4 products of torch: 0.86, -.
+- logits kept in the memory of weight's gradient, 3 + max(0, 1 - H / n) products: predicted 1.10, found 1.20 and 0.73.
+  With two threads torch's spin at the end of 360 products while ours run the rows (bf16: 1.09 and 0.56).
+- our own products on our threads, blocks of 512 x 256 handed out as threads come free, the same 120 chunks: 1.25 and
+  1.00; bf16 1.02 and 0.70: what spun was the copy of a chunk.
+- no call of torch inside the loop, and chunks of 4 % instead of 0.8 %, as each is a place to wait: bf16 1.03 and 1.01,
+  its wall clock 0.63 before and 1.15 after; f32 two threads 1.23. T=256, H=256: 1.6, bf16 1.3; T=1024, H=256: 1.3.
+- hidden's gradient added to its total every 64 words of the depth: a red gate at T=256, H=256; once a chunk: green.
+- T=2048, H=1024, bf16, where half of the logits are made again (7/6 of the flops): 0.74. Slower than torch.
 - row blocks of 3 % of the rows: not written. 33 passes that read W twice and read and write dW are 528 V H bytes beside
-  6 n V H flops: at 15 GB/s they cost more than the GEMM they save up to about 3500 rows.
+  6 n V H flops: at 15 GB/s they cost more than the product they save up to about 3500 rows, and in bf16 dW would be
+  rounded 33 times.
 - keeping 4 % of the logits beside the gradients: not written, saves 1 % of the work.
 """
 

@@ -1,9 +1,8 @@
 /* am_math.h -- elementary functions in plain C that the compiler vectorises under each slice's target attribute.
  *
- * No branches, no tables, no errno; products are fused where it says fmaf and rounded apart elsewhere, so every
- * instruction set gives the same bits. NaN stays NaN, and overflow and underflow go to infinity and 0. Largest errors
- * over every 61st float: am_expf 1.0 ulp, am_erff 1.2 ulp, am_sigmoidf (from -87 on) 2.4 ulp; over every 244th:
- * am_exp_downf 1.0 ulp, am_log1p_unitf 1.9 ulp.
+ * No branches, no tables, no errno; products are rounded apart, so every instruction set gives the same bits. NaN stays
+ * NaN, and overflow and underflow go to infinity and 0. Largest errors over every 61st float: am_expf 1.0 ulp,
+ * am_sigmoidf (from -87 on) 2.4 ulp; over every 244th: am_log1p_unitf 1.9 ulp.
  */
 #ifndef AM_MATH_H
 #define AM_MATH_H
@@ -50,23 +49,6 @@ static inline float am_expf(float x)
     return y * low * high;
 }
 
-/* e^x for x in [-87, 0], as am_expf with fused products and one power of two. */
-static inline float am_exp_downf(float x)
-{
-    const float round = 12582912.0f;
-    const float shifted = fmaf(x, 1.44269504f, round);
-    const float n = shifted - round;
-    const float r = fmaf(n, 2.12194440e-4f, fmaf(n, -0.693359375f, x));
-    float p = 1.9875691500e-4f;
-    p = fmaf(p, r, 1.3981999507e-3f);
-    p = fmaf(p, r, 8.3334519073e-3f);
-    p = fmaf(p, r, 4.1665795894e-2f);
-    p = fmaf(p, r, 1.6666665459e-1f);
-    p = fmaf(p, r, 5.0000001201e-1f);
-    const float y = fmaf(p, r * r, r) + 1.0f;
-    return y * am_float_of_bits((am_bits_of_float(shifted) - am_bits_of_float(round) + 127u) << 23);
-}
-
 static inline float am_sigmoidf(float x) { return 1.0f / (1.0f + am_expf(-x)); }
 
 /* log(1 + t), t in [0, 1], as 2 atanh(t / (2 + t)). The polynomial is a least squares fit of the relative error. */
@@ -79,29 +61,6 @@ static inline float am_log1p_unitf(float t)
     p = p * s + 3.9998874e-1f;
     p = p * s + 6.6666675e-1f;
     return p * s * z + 2.0f * z;
-}
-
-/* Two polynomials, after N. Juffa: x + x q(x^2) near 0, 1 - e^(-t p(t)) beyond. From 4 on the result is 1. */
-static inline float am_erff(float x)
-{
-    float t = x < 0.0f ? -x : x;
-    t = t > 4.0f ? 4.0f : t;
-    const float s = t * t;
-    float q = -5.96761703e-4f;
-    q = fmaf(q, s, 4.99119423e-3f);
-    q = fmaf(q, s, -2.67681349e-2f);
-    q = fmaf(q, s, 1.12819925e-1f);
-    q = fmaf(q, s, -3.76125336e-1f);
-    q = fmaf(q, s, 1.28379166e-1f);
-    const float near = fmaf(q, t, t);
-    float p = fmaf(fmaf(-1.72853470e-5f, t, 3.83197126e-4f), s, fmaf(-3.88396438e-3f, t, 2.42546219e-2f));
-    p = fmaf(p, t, -1.06777877e-1f);
-    p = fmaf(p, t, -6.34846687e-1f);
-    p = fmaf(p, t, -1.28717512e-1f);
-    p = fmaf(p, t, -t);
-    const float far = 1.0f - am_exp_downf(p);
-    const float y = t > 0.927734375f ? far : near;
-    return x < 0.0f ? -y : y;
 }
 
 #endif

@@ -105,13 +105,14 @@ static void grad_rows(int64_t begin, int64_t end, void *ctx)
     const am_lce_chunk_args *const a = job->args;
     const int64_t stride = a->stats.shape[1], width = a->logits.shape[1];
     for (int64_t t = begin; t < end; t++) {
-        void *const row = am_at(&a->logits, t * a->logits.stride[0]);
+        const void *const row = am_at(&a->logits, t * a->logits.stride[0]);
+        void *const dst = am_at(&a->dlogits, t * a->dlogits.stride[0]);
         const float *const stats = (const float *)a->stats.data + t;
         const int64_t column = ((const int64_t *)a->targets.data)[t] - a->first;
         if (job->scale == 0.0f)
-            memset(row, 0, (size_t)width * am_dtype_size(a->logits.dtype));
+            memset(dst, 0, (size_t)width * am_dtype_size(a->logits.dtype));
         else
-            am_loss_kernels()->grad(row, row, width, column, (row_stats){stats[0], stats[stride]}, job->scale,
+            am_loss_kernels()->grad(dst, row, width, column, (row_stats){stats[0], stats[stride]}, job->scale,
                                     a->logits.dtype == AM_BF16);
     }
 }
@@ -120,6 +121,11 @@ am_status am_lce_grad(am_lce_chunk_args *a, const am_exec *ex)
 {
     AM_TRY(check_chunk(a, ex));
     AM_TRY(am_loss_check_scalar(fn, "dloss", &a->dloss));
+    AM_TRY(am_loss_check_rows(fn, "dlogits", &a->dlogits));
+    AM_CHECK(a->dlogits.dtype == a->logits.dtype, AM_ERR_DTYPE, "%s: dlogits is %s, logits is %s", fn,
+             am_dtype_name(a->dlogits.dtype), am_dtype_name(a->logits.dtype));
+    AM_CHECK(am_same_shape(&a->dlogits, &a->logits), AM_ERR_SHAPE, "%s: dlogits [%lld, %lld] is not of logits' shape",
+             fn, (long long)a->dlogits.shape[0], (long long)a->dlogits.shape[1]);
     const double inverse = am_loss_inverse_count(&a->num_label_tokens, a->logits.shape[0]);
     grad_job job = {a, inverse == 0.0 ? 0.0f : (float)(*(const float *)a->dloss.data * inverse)};
     am_parallel_for(a->logits.shape[0], GRAIN, grad_rows, &job);
@@ -131,22 +137,6 @@ static am_status check_sum(const am_lce_collect_args *a, const am_exec *ex)
     AM_CHECK(a->sum.dtype == AM_F32 && a->sum.ndim == 2 && am_is_contiguous(&a->sum), AM_ERR_ARG,
              "%s: sum must be contiguous float32 [n, H]", fn);
     return am_loss_check_cpu(fn, ex);
-}
-
-static void add_rows(int64_t begin, int64_t end, void *ctx)
-{
-    const am_lce_collect_args *const a = ctx;
-    const int64_t width = a->sum.shape[1];
-    am_loss_kernels()->add((float *)a->sum.data + begin * width, am_at(&a->part, begin * width), (end - begin) * width);
-}
-
-am_status am_lce_add(am_lce_collect_args *a, const am_exec *ex)
-{
-    AM_TRY(check_sum(a, ex));
-    AM_CHECK(a->part.dtype == AM_BF16 && am_same_shape(&a->part, &a->sum) && am_is_contiguous(&a->part), AM_ERR_ARG,
-             "%s: part must be contiguous bfloat16 of sum's shape", fn);
-    am_parallel_for(a->sum.shape[0], GRAIN, add_rows, a);
-    return AM_OK;
 }
 
 static void put_row(const am_lce_collect_args *a, int64_t row, const float *src)

@@ -8,8 +8,9 @@
  * Logits are [T, V] f32 or bf16, last axis contiguous; labels [T] i32 or i64, each in [0, V) or ignore_index.
  *
  * The linear layer runs over the vocabulary in chunks, outside: for each chunk, logits = hidden @ weight[chunk]^T for
- * the n rows that have a label goes through _chunk (which keeps the running maximum and sum of every row), then _loss
- * closes. Backward takes each chunk, kept or made again, and _grad turns it into its gradient in place.
+ * the n rows that have a label (_product) goes through _chunk (which keeps the running maximum and sum of every row),
+ * then _loss closes. Backward takes each chunk, kept or made again, _grad makes its gradient, and _product makes
+ * weight's gradient of that and adds to hidden's.
  */
 #ifndef AM_LOSS_H
 #define AM_LOSS_H
@@ -48,7 +49,8 @@ typedef struct am_lce_chunk_args {
     am_tensor stats;   /* [3, T] f32 in/out: running maximum (first -infinity), sum of exp(l - maximum) (first 0), logit
                           of the label */
     am_tensor dloss;   /* [] f32 in (_grad) */
-    am_tensor logits;  /* [n, Vc] in (_chunk), in/out (_grad) */
+    am_tensor logits;  /* [n, Vc] in */
+    am_tensor dlogits; /* [n, Vc] out (_grad), logits' dtype; may be the logits */
     am_tensor targets; /* [T] i64 in, the first n count */
     am_tensor num_label_tokens;
     int64_t first; /* vocabulary index of column 0 */
@@ -60,15 +62,27 @@ am_status am_lce_chunk(am_lce_chunk_args *a, const am_exec *ex);
 am_status am_lce_loss(am_lce_chunk_args *a, const am_exec *ex);
 am_status am_lce_grad(am_lce_chunk_args *a, const am_exec *ex);
 
-/* sum += part, where a GEMM's bf16 result joins a float32 sum; then the sum's n rows go home, other rows become 0. */
+/* out = left right, or out += left right: the three products of the layer. Any strides with one axis contiguous; the
+ * blocks are as small as they need be for the threads, and change no bit. Sums are float32. */
+typedef struct am_lce_product_args {
+    am_tensor out;       /* [M, N] f32, or left's dtype without add; last axis contiguous */
+    am_tensor workspace; /* [workspace_bytes] u8 scratch; with less room fewer threads work */
+    am_tensor left;      /* [M, K] f32 or bf16 */
+    am_tensor right;     /* [K, N] left's dtype */
+    int64_t workspace_bytes;
+    bool add;
+} am_lce_product_args;
+
+am_status am_lce_product_workspace(am_lce_product_args *a, const am_exec *ex);
+am_status am_lce_product(am_lce_product_args *a, const am_exec *ex);
+
+/* The sum's n rows go home, other rows become 0. */
 typedef struct am_lce_collect_args {
-    am_tensor dhidden; /* [T, H] f32 or bf16 out (_scatter) */
-    am_tensor sum;     /* [n, H] f32 in/out */
-    am_tensor part;    /* [n, H] bf16 in (_add) */
-    am_tensor rows;    /* [T] i64 in, the first n count, rising (_scatter) */
+    am_tensor dhidden; /* [T, H] f32 or bf16 out */
+    am_tensor sum;     /* [n, H] f32 in */
+    am_tensor rows;    /* [T] i64 in, the first n count, rising */
 } am_lce_collect_args;
 
-am_status am_lce_add(am_lce_collect_args *a, const am_exec *ex);
 am_status am_lce_scatter(am_lce_collect_args *a, const am_exec *ex);
 
 #endif

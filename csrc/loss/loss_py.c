@@ -4,6 +4,11 @@
 
 static PyObject *rows_result(am_lce_rows_args *a) { return PyErr_Occurred() ? NULL : PyLong_FromLongLong(a->n); }
 
+static PyObject *bytes_result(am_lce_product_args *a)
+{
+    return PyErr_Occurred() ? NULL : PyLong_FromLongLong(a->workspace_bytes);
+}
+
 AM_PY_OP(cross_entropy_forward, am_cross_entropy_forward, am_cross_entropy_args, {"loss", AM_PY_OUT, &a.loss},
          {"row_loss", AM_PY_OUT, &a.row_loss}, {"logits", AM_PY_IN, &a.logits}, {"labels", AM_PY_IN, &a.labels},
          {"|num_label_tokens", AM_PY_IN, &a.num_label_tokens}, {"$chunk_len", AM_PY_I64, &a.chunk_len},
@@ -20,11 +25,15 @@ AM_PY_OP(linear_cross_entropy_chunk, am_lce_chunk, am_lce_chunk_args, {"stats", 
          {"logits", AM_PY_IN, &a.logits}, {"targets", AM_PY_IN, &a.targets}, {"$first", AM_PY_I64, &a.first})
 AM_PY_OP(linear_cross_entropy_loss, am_lce_loss, am_lce_chunk_args, {"loss", AM_PY_OUT, &a.loss},
          {"stats", AM_PY_IN, &a.stats}, {"|num_label_tokens", AM_PY_IN, &a.num_label_tokens}, {"$n", AM_PY_I64, &a.n})
-AM_PY_OP(linear_cross_entropy_grad, am_lce_grad, am_lce_chunk_args, {"logits", AM_PY_OUT, &a.logits},
-         {"dloss", AM_PY_IN, &a.dloss}, {"stats", AM_PY_IN, &a.stats}, {"targets", AM_PY_IN, &a.targets},
-         {"|num_label_tokens", AM_PY_IN, &a.num_label_tokens}, {"$first", AM_PY_I64, &a.first})
-AM_PY_OP(linear_cross_entropy_add, am_lce_add, am_lce_collect_args, {"sum", AM_PY_OUT, &a.sum},
-         {"part", AM_PY_IN, &a.part})
+AM_PY_OP(linear_cross_entropy_grad, am_lce_grad, am_lce_chunk_args, {"dlogits", AM_PY_OUT, &a.dlogits},
+         {"dloss", AM_PY_IN, &a.dloss}, {"logits", AM_PY_IN, &a.logits}, {"stats", AM_PY_IN, &a.stats},
+         {"targets", AM_PY_IN, &a.targets}, {"|num_label_tokens", AM_PY_IN, &a.num_label_tokens},
+         {"$first", AM_PY_I64, &a.first})
+AM_PY_OP_RESULT(linear_cross_entropy_product_workspace, am_lce_product_workspace, am_lce_product_args, bytes_result,
+                {"left", AM_PY_IN, &a.left})
+AM_PY_OP(linear_cross_entropy_product, am_lce_product, am_lce_product_args, {"out", AM_PY_OUT, &a.out},
+         {"workspace", AM_PY_OUT, &a.workspace}, {"left", AM_PY_IN, &a.left}, {"right", AM_PY_IN, &a.right},
+         {"$add", AM_PY_BOOL, &a.add})
 AM_PY_OP(linear_cross_entropy_scatter, am_lce_scatter, am_lce_collect_args, {"dhidden", AM_PY_OUT, &a.dhidden},
          {"sum", AM_PY_IN, &a.sum}, {"rows", AM_PY_IN, &a.rows})
 
@@ -45,10 +54,13 @@ PyMethodDef am_loss_methods[] = {
     AM_PY_METHOD(linear_cross_entropy_loss,
                  "linear_cross_entropy_loss(loss, stats, num_label_tokens=None, *, n)\n--\n\nThe loss of n rows."),
     AM_PY_METHOD(linear_cross_entropy_grad,
-                 "linear_cross_entropy_grad(logits, dloss, stats, targets, num_label_tokens=None, *, first)\n--\n\n"
-                 "Turns a chunk of logits into its gradient, in place."),
-    AM_PY_METHOD(linear_cross_entropy_add,
-                 "linear_cross_entropy_add(sum, part)\n--\n\nsum += part, float32 and bfloat16."),
+                 "linear_cross_entropy_grad(dlogits, dloss, logits, stats, targets, num_label_tokens=None, *, first)\n"
+                 "--\n\nThe gradient of a chunk of logits; dlogits may be the logits themselves."),
+    AM_PY_METHOD(linear_cross_entropy_product_workspace,
+                 "linear_cross_entropy_product_workspace(left)\n--\n\nBytes of scratch that a product needs."),
+    AM_PY_METHOD(linear_cross_entropy_product,
+                 "linear_cross_entropy_product(out, workspace, left, right, *, add)\n--\n\nout = left @ right, or with "
+                 "add out += left @ right; add needs a float32 out."),
     AM_PY_METHOD(linear_cross_entropy_scatter,
                  "linear_cross_entropy_scatter(dhidden, sum, rows)\n--\n\nRow i of sum becomes row rows[i] of dhidden; "
                  "all others become 0."),

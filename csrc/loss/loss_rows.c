@@ -7,7 +7,7 @@
 
 #define AM_CPU_INC "loss_cpu.inc"
 #include "am_each_isa.h"
-#define KERNELS(isa) {join_##isa, grad_##isa, add_##isa, narrow_##isa}
+#define KERNELS(isa) {join_##isa, grad_##isa, narrow_##isa}
 #if defined(__x86_64__)
 #define KERNELS_BY_ISA {KERNELS(scalar), KERNELS(avx2), KERNELS(avx512), KERNELS(avx512)}
 #else

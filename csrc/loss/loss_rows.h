@@ -14,7 +14,6 @@ typedef struct loss_kernels {
     void (*join)(row_stats *s, const void *row, int64_t n, bool bf16);
     /* dst = (exp(l - top) / sum - [column = label]) * scale; dst may be the row itself. */
     void (*grad)(void *dst, const void *row, int64_t n, int64_t label, row_stats s, float scale, bool bf16);
-    void (*add)(float *sum, const void *part_bf16, int64_t n);
     void (*narrow)(void *dst_bf16, const float *src, int64_t n);
 } loss_kernels;
 

@@ -6,6 +6,7 @@
 #include "am_math.h"
 #include "am_pool.h"
 #include "am_rows.h"
+#include "gelu.h"
 
 enum { GRAIN_ELEMENTS = 1 << 14 }; /* elements of a parallel chunk, at least one row */
 
@@ -29,12 +30,12 @@ typedef struct mlp_row {
 #define BY_ISA(table) {table(scalar), table(scalar), table(scalar), table(scalar)}
 #endif
 
-/* The functions follow am_mlp_kind. */
+/* The functions follow am_mlp_kind; those of gelu by erf do whole rows. */
 #define KERNELS(isa)                                                                                                   \
     {                                                                                                                  \
-        forward_row_##isa, backward_row_##isa, {swiglu_##isa, sigmoid_gate_##isa, gelu_##isa, gelu_tanh_##isa},        \
+        forward_row_##isa, backward_row_##isa, {swiglu_##isa, sigmoid_gate_##isa, NULL, gelu_tanh_##isa},              \
         {                                                                                                              \
-            swiglu_grad_##isa, sigmoid_gate_grad_##isa, gelu_grad_##isa, gelu_tanh_grad_##isa                          \
+            swiglu_grad_##isa, sigmoid_gate_grad_##isa, NULL, gelu_tanh_grad_##isa                                     \
         }                                                                                                              \
     }
 
@@ -44,6 +45,9 @@ static const struct {
     mlp_forward forward[4];
     mlp_backward backward[4];
 } kernels[AM_ISA_COUNT] = BY_ISA(KERNELS);
+
+#define GELU(isa) &am_gelu_##isa
+static const gelu_kernels *const gelus[AM_ISA_COUNT] = BY_ISA(GELU);
 
 static const struct {
     const char *function, *a, *b;
@@ -102,7 +106,12 @@ static void rows(int64_t begin, int64_t end, void *ctx)
         r.dy = row_of(&a->dy, row);
         r.a = row_of(&a->a, row);
         r.b = row_of(&a->b, row);
-        (a->backward ? kernels[isa].backward_row : kernels[isa].forward_row)(&r);
+        if (a->kind == AM_MLP_GELU && a->backward)
+            gelus[isa]->backward(r.da, r.dy, r.a, r.n, r.bf16);
+        else if (a->kind == AM_MLP_GELU)
+            gelus[isa]->forward(r.y, r.a, r.n, r.bf16);
+        else
+            (a->backward ? kernels[isa].backward_row : kernels[isa].forward_row)(&r);
     }
 }
 

@@ -309,10 +309,14 @@ def loss_calls():
     yield from variants("linear_cross_entropy_chunk", [stats, m, pair], {"first": 0}, [("shape", ValueError, 0, m)])
     yield from variants("linear_cross_entropy_loss", [scalar, stats, None], {"n": 2}, [("n", ValueError, "n", 3)])
     yield from variants(
-        "linear_cross_entropy_grad", [m, scalar, stats, pair, None], {"first": 0}, [("dtype", TypeError, 1, pair)]
+        "linear_cross_entropy_grad", [m, scalar, m, stats, pair, None], {"first": 0}, [("dtype", TypeError, 1, pair)]
     )
-    part = lambda: numbers(2, 4, dtype=torch.bfloat16)  # noqa: E731
-    yield from variants("linear_cross_entropy_add", [m, part], {}, [("dtype", ValueError, 1, m)])
+    room = lambda: torch.empty(1 << 23, dtype=torch.uint8)  # noqa: E731
+    yield from variants("linear_cross_entropy_product_workspace", [m], {}, [("dtype", TypeError, 0, pair)])
+    yield from variants(
+        "linear_cross_entropy_product", [lambda: numbers(2, 2), room, m, lambda: m().t()], {"add": False},
+        [("shape", ValueError, 3, m), ("room", ValueError, 1, lambda: torch.empty(9, dtype=torch.uint8))],
+    )  # fmt: skip
     yield from variants("linear_cross_entropy_scatter", [m, m, pair], {}, [("rows", ValueError, 2, integers(1, 1))])
 
 

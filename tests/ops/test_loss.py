@@ -351,3 +351,56 @@ def test_reference_gradient():
     hidden, weight, labels = problem(4, 5, 3, torch.float64)
     hidden.requires_grad_(), weight.requires_grad_()
     assert torch.autograd.gradcheck(lambda h, w: reference.linear_cross_entropy(h, w, labels), (hidden, weight))
+
+
+PRODUCTS = [
+    pytest.param(1, 1, 1, id="one"),
+    pytest.param(3, 5, 0, id="no-depth"),
+    pytest.param(0, 4, 4, id="no-rows"),
+    pytest.param(11, 31, 63, id="tile-1"),
+    pytest.param(12, 32, 64, id="tile"),
+    pytest.param(13, 33, 65, id="tile+1"),
+    pytest.param(129, 257, 515, id="block+1"),
+    pytest.param(600, 40, 1030, id="many"),
+]
+
+
+@DTYPES
+@pytest.mark.parametrize(("rows", "columns", "depth"), PRODUCTS)
+@pytest.mark.parametrize("transposed", [(False, False), (False, True), (True, False)], ids=["nn", "nt", "tn"])
+def test_product(isa, seed, rows, columns, depth, transposed, dtype):
+    def operand(shape, flip):
+        wide = torch.randn(shape[::-1] if flip else shape).to(dtype)
+        padded = torch.full((wide.shape[0], wide.shape[1] + 3), torch.nan, dtype=dtype)
+        padded[:, : wide.shape[1]] = wide
+        view = padded[:, : wide.shape[1]]
+        return view.t() if flip else view
+
+    left, right = operand((rows, depth), transposed[0]), operand((depth, columns), transposed[1])
+    scratch = torch.empty(_amcore.linear_cross_entropy_product_workspace(left), dtype=torch.uint8)
+    truth = left.double() @ right.double()
+    found = torch.full((rows, columns + 2), torch.nan, dtype=dtype)
+    _amcore.linear_cross_entropy_product(found[:, :columns], scratch, left, right, add=False)
+    assert found[:, columns:].isnan().all()
+    assert_as_good_as(found[:, :columns], left @ right, truth, name="product")
+    start = torch.randn(rows, columns)
+    total = start.clone()
+    _amcore.linear_cross_entropy_product(total, scratch, left, right, add=True)
+    assert_as_good_as(total, start + left.float() @ right.float(), start.double() + truth, name="sum")
+
+
+def test_product_errors():
+    left, right, out = torch.randn(4, 6), torch.randn(6, 5), torch.empty(4, 5)
+    scratch = torch.empty(_amcore.linear_cross_entropy_product_workspace(left), dtype=torch.uint8)
+
+    def fails(error, words, *arguments, add=False):
+        with pytest.raises(error, match=words):
+            _amcore.linear_cross_entropy_product(*arguments, add=add)
+
+    fails(ValueError, "right has 5 rows, left has 6 columns", out, scratch, left, right[:5])
+    fails(ValueError, r"out is \[4, 4\]", out[:, :4], scratch, left, right)
+    fails(ValueError, "strides 12 and 2", out, scratch, left, torch.randn(6, 12)[:, 1:11:2])
+    fails(ValueError, "workspace has 9 bytes", out, scratch[:9], left, right)
+    fails(TypeError, "right is bfloat16", out, scratch, left, right.bfloat16())
+    narrow = [x.bfloat16() for x in (out, left, right)]
+    fails(TypeError, "out is bfloat16", narrow[0], scratch, *narrow[1:], add=True)

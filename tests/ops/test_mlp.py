@@ -86,6 +86,23 @@ def test_small_and_large_values(isa, seed, name, scale, dtype):
     compare(name, inputs_of(name, (4, 500), dtype, scale))
 
 
+@DTYPES
+@pytest.mark.parametrize("sign", [-1.0, 1.0], ids=["negative", "positive"])
+def test_gelu_on_every_piece(isa, sign, dtype):
+    """Its polynomials' pieces of |x| one by one, their edges included, and what lies behind the last."""
+    step = 0.4140625
+    for piece in range(20):
+        x = sign * torch.linspace((piece - 0.5) * step, (piece + 0.5) * step, 801).clamp(min=0.0)
+        compare("gelu", [x.to(dtype)])
+
+
+def test_gelu_of_nan_and_infinity(isa):
+    x = torch.tensor([torch.nan, torch.inf, 1.0] * 7)
+    y, dx = run(FUNCTIONS["gelu"][0], [x], torch.ones(21))
+    assert torch.equal(y.isnan(), x.isnan()) and torch.equal(dx.isnan(), x.isnan())
+    assert (y[1::3] == torch.inf).all() and (dx[1::3] == 1.0).all()
+
+
 @NAMES
 def test_extremes_are_finite(isa, name):
     x = torch.tensor([[-3e18, -1e4, -105.0, -88.0, -0.0, 0.0, 88.0, 105.0, 1e4, 3e18]])

@@ -1,0 +1,17 @@
+#include <immintrin.h>
+#include <math.h>
+
+#include "product_plan.h"
+
+#pragma GCC target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")
+
+#include "am_vec_avx512.inc"
+#include "am_words_fp32.inc"
+
+#include "am_tile.inc"
+
+#include "am_operand.inc"
+
+#include "product_cpu.inc"
+
+const product_fn am_product_avx512 = run;
