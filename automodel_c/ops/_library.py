@@ -1,10 +1,24 @@
 """How an operator becomes a torch custom op: torch.compile, meta and fake tensors, and autograd see one call."""
 
+import functools
+import operator
+
 import torch
 
 _library = torch.library.Library("automodel_c", "FRAGMENT")
 _TENSORS = {torch.Tensor, torch.nn.Parameter}
 _NUMBERS = {type(None), bool, int, float, list, tuple}
+_keys_of = torch._C._dispatch_keys
+
+
+def _bits(*names):
+    """Dispatch keys as the bits of their set."""
+    sets = [torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)).raw_repr() for name in names]
+    return functools.reduce(operator.or_, sets)
+
+
+# of a plain tensor that a kernel is registered for; a negated view, a batch of gradients, say, have more
+_PLAIN = _bits("CPU", "CUDA", "AutogradCPU", "AutogradCUDA", "ADInplaceOrView", "AutocastCPU", "AutocastCUDA")
 
 
 def define(schema, kernel, fake, *, setup=None, backward=None):
@@ -41,13 +55,14 @@ def define(schema, kernel, fake, *, setup=None, backward=None):
 
 
 def _is_watched():
-    """Whether a mode, a transform or the profiler wants to see operators."""
+    """Whether a mode, a transform, a tracer or the profiler wants to see operators."""
     c = torch._C
     return (
         c._len_torch_dispatch_stack()
         or c._len_torch_function_stack()
         or c._are_functorch_transforms_active()
         or c._autograd._profiler_enabled()
+        or c._get_tracing_state() is not None
     )
 
 
@@ -56,7 +71,7 @@ def _are_ordinary(arguments):
     for x in arguments:
         kind = type(x)
         if kind in _TENSORS:
-            if not (x.is_cpu or x.is_cuda):
+            if _keys_of(x).raw_repr() & ~_PLAIN:
                 return False
         elif kind not in _NUMBERS:
             return False
