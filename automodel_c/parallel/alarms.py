@@ -23,6 +23,7 @@ import json
 import queue
 import threading
 import time
+import traceback
 import weakref
 
 import torch.distributed as dist
@@ -39,10 +40,11 @@ _idle, _waited = [], set()  # hands without work; futures of the others'
 
 @dataclasses.dataclass
 class _Line:
-    """One rank's way through a group: its global ``ranks``, how many exchanges this one entered, or failed to, and what
-    it went by since, {index: words}."""
+    """One rank's way through a group: its global ``ranks``, where the store has what they say, how many exchanges this
+    one entered, or failed to, and what it went by since, {index: words}."""
 
     ranks: list
+    prefix: str
     number: int = 0
     path: dict = dataclasses.field(default_factory=dict)
 
@@ -78,7 +80,10 @@ def groups():
 def watch(group):
     """Makes it one of `groups`."""
     if group not in _lines:
-        _lines[group] = _Line(dist.get_process_group_ranks(group))
+        ranks = dist.get_process_group_ranks(group)
+        name = f"automodel_c/alarm/{group.group_name}/{ranks[0]}"  # groups that a mesh makes at once may share a name
+        life = _store().add(f"{name}/lives/{dist.get_rank()}", 1)  # so do those of process groups one after another
+        _lines[group] = _Line(ranks, f"{name}/{life}")
     return _lines[group]
 
 
@@ -117,7 +122,7 @@ def everywhere(*groups):
 
 
 def start(post):
-    """Has a thread call ``post``, which returns c10d Works, and wait for them; the future of that.
+    """Has a thread call ``post``, which returns c10d Works, and wait for them; the future of what went wrong, a list.
 
     gloo takes a time-out of its own wait as the end of all connections, so a wait in spells needs a thread.
     """
@@ -134,19 +139,28 @@ def start(post):
 
 def wait(done, exchange):
     """Waits for what `start` began, the messages of an `Exchange`. They end or fail together."""
-    while True:
-        try:
-            return done.result(_SPELL_S)
-        except TimeoutError:
-            cause, failure = None, _failure(exchange)
-        except RuntimeError as error:  # a peer is gone, perhaps after it left a note
-            cause, failure = error, _failure(exchange, last=True)
+    cause = failure = None
+    try:
+        while not failure:
+            try:
+                errors = done.result(_SPELL_S)
+            except TimeoutError:
+                failure = _failure(exchange)
+                continue
+            if not errors:
+                return
+            cause = errors.pop()
+            # a RuntimeError: a peer is gone, perhaps after it left a note
+            failure = _failure(exchange, last=True) if isinstance(cause, RuntimeError) else None
             if not failure:
-                raise
-        if failure:
-            _linger([exchange])
-            cut_connections(_ports(_store()))
-            raise failure from cause
+                raise cause
+        _linger([exchange])
+        cut_connections(_ports(_store()))
+        raise failure from cause
+    finally:
+        # an exception that its own frame holds keeps the group until the collector comes, and with an old process
+        # group alive a new one may talk to it
+        del cause, failure
 
 
 class _Hand(threading.Thread):
@@ -159,16 +173,24 @@ class _Hand(threading.Thread):
 
     def run(self):
         while True:
-            self._finish(*self.todo.get())
+            post, done = self.todo.get()
+            errors = _carry_out(post)
+            # nothing of the Works may outlive this: they let go of the interpreter's lock as they go, and where it has
+            # ended by then, which it may once anyone is told, taking the lock again aborts the process
+            post = [traceback.clear_frames(error.__traceback__) for error in errors]
+            done.set_result(errors)
+            done = errors = None
             _idle.append(self)
 
-    def _finish(self, post, done):
-        try:
-            for work in post():
-                work.wait()
-            done.set_result(None)
-        except BaseException as error:
-            done.set_exception(error)
+
+def _carry_out(post):
+    """Waits for the Works that ``post`` returns; what was raised, [] where all went well."""
+    try:
+        for work in post():
+            work.wait()
+    except BaseException as error:
+        return [error]
+    return []
 
 
 @atexit.register
@@ -247,8 +269,7 @@ def _longer(path, words):
 
 
 def _key(group, what):
-    first = watch(group).ranks[0]  # groups that a mesh makes at once may share a name
-    return f"automodel_c/alarm/{group.group_name}/{first}/{what}"
+    return f"{watch(group).prefix}/{what}"
 
 
 def _store():
