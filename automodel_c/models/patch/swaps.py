@@ -21,7 +21,7 @@ def _cannot(module):
     if "forward" in vars(module):
         return "its forward is replaced already"
     if any(p.device.type not in ("cpu", "meta") for p in module.parameters(recurse=False)):
-        return "the operator runs on the CPU only"
+        return "patched models run on the CPU so far"
     odd = [p.dtype for p in module.parameters(recurse=False) if p.dtype not in (torch.float32, torch.bfloat16)]
     return f"{odd[0]} has no kernel, float32 and bfloat16 have" if odd else None
 
