@@ -118,6 +118,7 @@ def causal_conv1d_forward(
     bias: Tensor | None,
     initial_state: Tensor | None,
     docs: Index,
+    device_docs: Tensor | None = None,
     *,
     silu: bool,
 ) -> None: ...
@@ -134,6 +135,7 @@ def causal_conv1d_backward(
     bias: Tensor | None,
     initial_state: Tensor | None,
     docs: Index,
+    device_docs: Tensor | None = None,
     *,
     silu: bool,
 ) -> None: ...

@@ -35,29 +35,36 @@ def _unit(grad):
     return grad if grad.shape[-1] <= 1 or grad.stride(-1) == 1 else grad.contiguous()
 
 
-def _gate_cpu(a, b, A_log, dt_bias):
+def _partials(a):
+    """Scratch of the sums over rows: a run of at least 16 rows each, at most 64 runs, on CUDA four a multiprocessor.
+
+    Decides the order of the sums.
+    """
+    most = 4 * torch.cuda.get_device_properties(a.device).multi_processor_count if a.is_cuda else 64
+    return _alloc.empty((min(most, max(1, a.shape[0] // 16)), 2, a.shape[1]), torch.float64, a.device)
+
+
+def _kernel(a, b, A_log, dt_bias):
     g, beta = _like(a, torch.float32), _like(b)
     _amcore.gdn_gate_forward(g, beta, a, b, A_log, dt_bias)
     return g, beta
 
 
-def _backward_cpu(dg, dbeta, a, b, A_log, dt_bias):
+def _backward_kernel(dg, dbeta, a, b, A_log, dt_bias):
     outputs = [_like(x) for x in (a, b, A_log, dt_bias)]
-    runs = min(64, max(1, a.shape[0] // 16))  # decides the order of the sums over rows
-    partials = _alloc.empty((runs, 2, a.shape[1]), torch.float64, a.device)
-    _amcore.gdn_gate_backward(*outputs, partials, _unit(dg), _unit(dbeta), a, b, A_log, dt_bias)
+    _amcore.gdn_gate_backward(*outputs, _partials(a), _unit(dg), _unit(dbeta), a, b, A_log, dt_bias)
     return tuple(outputs)
 
 
 _backward = define(
     "gdn_gate_backward(Tensor dg, Tensor dbeta, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
-    _backward_cpu,
+    _backward_kernel,
     lambda dg, dbeta, *inputs: tuple(x.new_empty(x.shape) for x in inputs),
 )
 _gate = define(
     "gdn_gate(Tensor a, Tensor b, Tensor A_log, Tensor dt_bias) -> (Tensor, Tensor)",
-    _gate_cpu,
+    _kernel,
     lambda a, b, *_: (a.new_empty(a.shape, dtype=torch.float32), b.new_empty(b.shape)),
     setup=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
     backward=lambda ctx, dg, dbeta: _backward(dg, dbeta, *ctx.saved_tensors),

@@ -20,7 +20,7 @@ def causal_conv1d(x, weight, docs, *, bias=None, silu=True, initial_state=None):
             continue
         z = sum(u[j : j + end - start] * weight[:, j] for j in range(width))
         z = z if bias is None else z + bias.double()
-        rows.append(torch.arange(start, end))
+        rows.append(torch.arange(start, end, device=x.device))
         pieces.append(z * torch.sigmoid(z) if silu else z)
     if pieces:
         y = y.index_copy(0, torch.cat(rows), torch.cat(pieces))

@@ -72,6 +72,11 @@ static void (*const kernels[AM_ISA_COUNT][2])(const conv_piece *) = KERNELS_BY_I
 
 static const char *const fn = "causal_conv1d";
 
+#ifndef AM_WITH_CUDA
+#define am_cuda_causal_conv1d_forward(a, ex) am_no_cuda(fn)
+#define am_cuda_causal_conv1d_backward(a, ex) am_no_cuda(fn)
+#endif
+
 static am_status check_rows(const char *name, const am_tensor *t, const am_tensor *x)
 {
     AM_CHECK(t->dtype == x->dtype, AM_ERR_DTYPE, "%s: %s is %s, x is %s", fn, name, am_dtype_name(t->dtype),
@@ -128,6 +133,22 @@ static am_status check_docs(const am_i64_array *docs, int64_t tokens)
     return AM_OK;
 }
 
+/* On CUDA a captured graph may replay other documents than those of the call: the buffer's are taken. */
+static am_status check_device_docs(const am_conv_args *a, bool cuda)
+{
+    const am_tensor *const docs = &a->device_docs;
+    if (!given(docs)) {
+        AM_CHECK(!cuda || a->docs.n == 2, AM_ERR_ARG, "%s: device_docs is needed on CUDA for %lld documents", fn,
+                 (long long)(a->docs.n / 2));
+        return AM_OK;
+    }
+    AM_CHECK(docs->dtype == AM_I64, AM_ERR_DTYPE, "%s: device_docs is %s, int64 is needed", fn,
+             am_dtype_name(docs->dtype));
+    AM_CHECK(am_numel(docs) == a->docs.n && am_is_contiguous(docs), AM_ERR_SHAPE,
+             "%s: device_docs must be contiguous and have %lld elements as docs", fn, (long long)a->docs.n);
+    return AM_OK;
+}
+
 static am_status check_outputs(const am_conv_args *a)
 {
     const am_tensor *const rows = a->backward ? &a->dx : &a->y, *const parts = &a->partials;
@@ -155,7 +176,6 @@ static am_status check(const am_conv_args *a, const am_exec *ex)
     AM_CHECK(x->dtype == AM_F32 || x->dtype == AM_BF16, AM_ERR_DTYPE, "%s: x is %s, float32 or bfloat16 is needed", fn,
              am_dtype_name(x->dtype));
     AM_TRY(check_rows("x", x, x));
-    AM_CHECK(ex->dev == AM_DEV_CPU, AM_ERR_UNSUPPORTED, "%s: there is a CPU kernel only, the tensors are on CUDA", fn);
     AM_CHECK(w->dtype == AM_F32 || w->dtype == AM_BF16, AM_ERR_DTYPE, "%s: weight is %s, float32 or bfloat16 is needed",
              fn, am_dtype_name(w->dtype));
     AM_CHECK(w->ndim == 2, AM_ERR_SHAPE, "%s: weight has %d axes, 2 are needed (channels, width)", fn, w->ndim);
@@ -166,6 +186,7 @@ static am_status check(const am_conv_args *a, const am_exec *ex)
     if (given(&a->bias))
         AM_TRY(check_vector("bias", &a->bias, x, 0));
     AM_TRY(check_docs(&a->docs, x->shape[0]));
+    AM_TRY(check_device_docs(a, ex->dev != AM_DEV_CPU));
     AM_TRY(check_state("initial_state", &a->initial_state, a));
     if (a->backward) {
         AM_TRY(check_rows("dy", &a->dy, x));
@@ -277,6 +298,8 @@ static am_status run(am_conv_args *a, const am_exec *ex, bool backward)
 {
     a->backward = backward;
     AM_TRY(check(a, ex));
+    if (ex->dev != AM_DEV_CPU)
+        return backward ? am_cuda_causal_conv1d_backward(a, ex) : am_cuda_causal_conv1d_forward(a, ex);
     const int64_t tiles = (a->x.shape[1] + CONV_TILE - 1) / CONV_TILE, width = a->weight.shape[1];
     const int64_t runs = backward ? a->partials.shape[0] : (a->x.shape[0] + CONV_ROWS - 1) / CONV_ROWS;
     am_parallel_for(runs * tiles, 1, tasks, a);

@@ -12,9 +12,10 @@
  *   dinitial_state = du[0 .. W - 1), dx[start + t] = du[W - 1 + t]
  *   dweight[j] = sum over documents and t of dz[t] u[t + j], dbias = sum of dz
  *
- * Arithmetic is float32, y is rounded once. Rows outside every document may hold anything, get y = dx = 0 and are never
- * read. A gradient of weight or bias is summed over k runs of rows, k = partials' first extent, each in order (float32
- * over at most 8 rows, float64 from there), and then over the runs in order: the bits depend on k and the rows alone.
+ * Arithmetic is float32, y is rounded once. Rows outside every document may hold anything, get y = dx = 0 and reach no
+ * result. A gradient of weight or bias is summed over k runs of rows, k = partials' first extent, each in order
+ * (float32 over at most 8 rows, on CUDA 32, float64 from there), and then over the runs in order: the bits depend on k
+ * and the rows alone.
  */
 #ifndef AM_CONV_H
 #define AM_CONV_H
@@ -38,11 +39,16 @@ typedef struct am_conv_args {
     am_tensor bias;          /* [C]    f32 or bf16 in, optional */
     am_tensor initial_state; /* [N, C, W - 1] x's dtype in, any strides, optional */
     am_i64_array docs;       /* [2 N] start and end of each document, ascending */
+    am_tensor device_docs; /* [2 N] or [N, 2] i64 in: docs beside x. CUDA reads these; optional for N = 1, on the CPU */
     bool silu;
     bool backward;
 } am_conv_args;
 
 am_status am_causal_conv1d_forward(am_conv_args *a, const am_exec *ex);
 am_status am_causal_conv1d_backward(am_conv_args *a, const am_exec *ex);
+
+/* csrc/cuda/conv: of checked arguments */
+am_status am_cuda_causal_conv1d_forward(const am_conv_args *a, const am_exec *ex);
+am_status am_cuda_causal_conv1d_backward(const am_conv_args *a, const am_exec *ex);
 
 #endif

@@ -28,6 +28,10 @@ static void (*const kernels[AM_ISA_COUNT][2])(const gate_block *) = KERNELS_BY_I
 
 static const char *const fn = "gdn_gate";
 
+#ifndef AM_WITH_CUDA
+#define am_cuda_gdn_gate(a, ex) am_no_cuda(fn)
+#endif
+
 /* Of a's shape, of this dtype, last axis contiguous. */
 static am_status check_rows(const char *name, const am_tensor *t, am_dtype dtype, const am_tensor *a)
 {
@@ -60,7 +64,7 @@ static am_status check_heads(const char *name, const am_tensor *t, const am_tens
     return AM_OK;
 }
 
-static am_status check(const am_gate_args *a, const am_exec *ex)
+static am_status check(const am_gate_args *a)
 {
     const am_tensor *const inputs[] = {&a->a, &a->b}, *const parts = &a->partials;
     for (int i = 0; i < 2; i++) {
@@ -69,7 +73,6 @@ static am_status check(const am_gate_args *a, const am_exec *ex)
                  "%s: %s is %s, float32 or bfloat16 is needed", fn, name, am_dtype_name(inputs[i]->dtype));
         AM_TRY(check_rows(name, inputs[i], inputs[i]->dtype, &a->a));
     }
-    AM_CHECK(ex->dev == AM_DEV_CPU, AM_ERR_UNSUPPORTED, "%s: there is a CPU kernel only, the tensors are on CUDA", fn);
     AM_TRY(check_heads("A_log", &a->A_log, &a->a));
     AM_TRY(check_heads("dt_bias", &a->dt_bias, &a->a));
     if (!a->backward) {
@@ -133,8 +136,10 @@ static void add_runs(const am_tensor *out, const am_tensor *partials, int64_t wh
 am_status am_gdn_gate_forward(am_gate_args *a, const am_exec *ex)
 {
     a->backward = false;
-    AM_TRY(check(a, ex));
+    AM_TRY(check(a));
     const int64_t n = a->a.shape[1];
+    if (n > 0 && ex->dev != AM_DEV_CPU)
+        return am_cuda_gdn_gate(a, ex);
     if (n > 0)
         am_parallel_for(a->a.shape[0], n < GRAIN_ELEMENTS ? GRAIN_ELEMENTS / n : 1, forward_rows, a);
     return AM_OK;
@@ -143,9 +148,11 @@ am_status am_gdn_gate_forward(am_gate_args *a, const am_exec *ex)
 am_status am_gdn_gate_backward(am_gate_args *a, const am_exec *ex)
 {
     a->backward = true;
-    AM_TRY(check(a, ex));
+    AM_TRY(check(a));
     if (a->a.shape[1] == 0)
         return AM_OK;
+    if (ex->dev != AM_DEV_CPU)
+        return am_cuda_gdn_gate(a, ex);
     am_parallel_for(a->partials.shape[0], 1, backward_runs, a);
     add_runs(&a->dA_log, &a->partials, 0);
     add_runs(&a->ddt_bias, &a->partials, 1);

@@ -33,4 +33,6 @@ typedef struct am_gate_args {
 am_status am_gdn_gate_forward(am_gate_args *a, const am_exec *ex);
 am_status am_gdn_gate_backward(am_gate_args *a, const am_exec *ex);
 
+am_status am_cuda_gdn_gate(const am_gate_args *a, const am_exec *ex); /* csrc/cuda/gate: of checked arguments */
+
 #endif

@@ -347,6 +347,7 @@ def conv_calls():
     x, weight, state = lambda: numbers(3, 4), lambda: numbers(4, 2), lambda: numbers(2, 4, 1)
     bias, partials = lambda: numbers(4), lambda: numbers(1, 3, 4, dtype=torch.float64)
     docs, rest = [0, 1, 1, 3], {"silu": True}
+    beside = lambda: torch.tensor(docs)  # noqa: E731
     wrong = lambda at: [  # noqa: E731
         ("shape", ValueError, at, lambda: numbers(5, 2)),
         ("dtype", TypeError, at, integers(1)),
@@ -354,11 +355,13 @@ def conv_calls():
         ("state", ValueError, at + 2, lambda: numbers(1, 4, 1)),
         ("docs", ValueError, at + 3, [0, 4]),
         ("docs-kind", TypeError, at + 3, lambda: numbers(2)),
+        ("device-docs", ValueError, at + 4, integers(2)),
+        ("device-docs-dtype", TypeError, at + 4, lambda: numbers(4)),
     ]
-    yield from variants("causal_conv1d_forward", [x, state, x, weight, bias, state, docs], rest, wrong(3))
+    yield from variants("causal_conv1d_forward", [x, state, x, weight, bias, state, docs, beside], rest, wrong(3))
     yield from variants(
         "causal_conv1d_backward",
-        [x, weight, bias, state, partials, x, state, x, weight, bias, state, docs],
+        [x, weight, bias, state, partials, x, state, x, weight, bias, state, docs, beside],
         rest,
         [*wrong(8), ("partials", ValueError, 4, lambda: numbers(1, 3, 4))],
     )

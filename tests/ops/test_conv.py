@@ -26,7 +26,7 @@ def naive(x, weight, docs, *, bias=None, silu=True, initial_state=None):
         states.append(u[:, end - start :])
         if end > start:
             z = F.conv1d(u[None], weight[:, None], bias, groups=x.shape[1])[0]
-            y = y.index_copy(0, torch.arange(start, end), (F.silu(z) if silu else z).T)
+            y = y.index_copy(0, torch.arange(start, end, device=x.device), (F.silu(z) if silu else z).T)
     return y, torch.stack(states) if states else x.new_zeros(0, x.shape[1], width - 1)
 
 
@@ -62,7 +62,7 @@ def run(function, inputs, docs, upstream, **options):
 
 def upstream_of(lengths, inputs):
     x, width = inputs["x"], inputs["weight"].shape[1]
-    return [torch.randn(x.shape).to(x.dtype), torch.randn(len(lengths), x.shape[1], width - 1).to(x.dtype)]
+    return [torch.randn(x.shape).to(x), torch.randn(len(lengths), x.shape[1], width - 1).to(x)]
 
 
 def compare(lengths, *draws, **options):
@@ -302,10 +302,11 @@ def test_custom_op(seed, monkeypatch):
     monkeypatch.undo()  # opcheck compares storage offsets, and guarded tensors lie inside their block
     inputs = [x.requires_grad_() for x in inputs_of([2, 30], 9).values()]
     torch.library.opcheck(
-        torch.ops.automodel_c.causal_conv1d.default, (*inputs, torch.tensor([0, 2, 2, 32]), True, True)
+        torch.ops.automodel_c.causal_conv1d.default, (*inputs, torch.tensor([0, 2, 2, 32]), None, True, True)
     )
     torch.library.opcheck(
-        torch.ops.automodel_c.causal_conv1d.default, (*inputs[:2], None, None, torch.tensor([0, 32]), False, False)
+        torch.ops.automodel_c.causal_conv1d.default,
+        (*inputs[:2], None, None, torch.tensor([0, 32]), None, False, False),
     )
 
 
@@ -357,11 +358,13 @@ def test_errors(arguments, options, error, words):
 def test_nothing_is_written_after_an_error(guarded):
     dx, dweight = guarded((6, 3)), guarded((3, 4))
     partials = guarded((1, 5, 3), torch.float64)
-    for bad in ({"docs": [0, 7]}, {"dy": X[:5]}, {"dfinal": torch.zeros(1, 3, 2)}):
-        rest = {"dy": X, "dfinal": None, "docs": [0, 6], **bad}
+    beside = {"device_docs": torch.tensor([0, 3, 6])}
+    for bad in ({"docs": [0, 7]}, {"dy": X[:5]}, {"dfinal": torch.zeros(1, 3, 2)}, beside):
+        rest = {"dy": X, "dfinal": None, "docs": [0, 6], "device_docs": None, **bad}
         with pytest.raises(ValueError, match=r"^causal_conv1d"):
             _amcore.causal_conv1d_backward(
-                dx, dweight, None, None, partials, rest["dy"], rest["dfinal"], X, W, None, None, rest["docs"], silu=True
+                dx, dweight, None, None, partials, rest["dy"], rest["dfinal"], X, W, None, None, rest["docs"],
+                rest["device_docs"], silu=True,
             )  # fmt: skip
     assert dx.isnan().all() and dweight.isnan().all() and partials.isnan().all()
 

@@ -37,7 +37,10 @@ def compare(*draws):
     """The error rule over one or more draws of inputs."""
     results = []
     for inputs in draws:
-        upstream = [torch.randn(inputs[0].shape), torch.randn(inputs[0].shape).to(inputs[1].dtype)]
+        upstream = [
+            torch.randn(x.shape).to(x.device, d)
+            for x, d in zip(inputs[:2], (torch.float32, inputs[1].dtype), strict=True)
+        ]
         doubles = [x.double() for x in inputs]
         pairs = ((amc.ops.gdn_gate, inputs), (naive, inputs), (reference.gdn_gate, doubles))
         results.append([run(function, values, upstream) for function, values in pairs])
