@@ -68,7 +68,7 @@ static product_fn pick(am_dtype dtype)
 #if defined(__x86_64__)
     const am_isa isa = am_cpu_isa();
     if (dtype == AM_BF16 && isa == AM_ISA_AVX512_BF16)
-        return am_cpu_amx() ? am_product_amx : am_product_bf16;
+        return am_product_bf16;
     return isa == AM_ISA_SCALAR ? am_product_scalar : isa == AM_ISA_AVX2 ? am_product_avx2 : am_product_avx512;
 #else
     (void)dtype;

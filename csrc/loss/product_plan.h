@@ -33,6 +33,6 @@ typedef struct product_task { /* out [rows, columns] = left right, or += (f32 al
 
 typedef void (*product_fn)(const product_task *);
 
-extern const product_fn am_product_scalar, am_product_avx2, am_product_avx512, am_product_bf16, am_product_amx;
+extern const product_fn am_product_scalar, am_product_avx2, am_product_avx512, am_product_bf16;
 
 #endif
