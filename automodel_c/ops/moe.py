@@ -38,7 +38,8 @@ def moe(
         padding: bool [T] or None; True marks a row that is never routed, may hold NaN, and has output and gradient 0.
         ep_group: None, or the process group (gloo) whose ranks share the E experts: rank r holds a contiguous range of
             them, its gate_up and down are those, and what is over goes to the first ranks. Every rank calls, with its
-            own tokens; gradients of gate_up and down are those of all ranks' losses.
+            own tokens; gradients of gate_up and down are those of all ranks' losses. What `return_aux` and
+            `return_router_stats` tell is of the caller's tokens alone.
         return_aux: return (out, this layer's auxiliary loss): `per_layer_aux_loss` of the statistics.
         return_router_stats: return (out, load, prob_sum, real_rows): load int64 [E], how many tokens chose an expert;
             prob_sum float32 [E], differentiable, the sum of the full softmax over the tokens; real_rows int64 [], n.
@@ -48,7 +49,7 @@ def moe(
 
     Raises:
         ValueError: shapes that disagree, a strided last axis, another device, a `top_k` out of range, both returns.
-        TypeError: another dtype, an `ep_group` that is none.
+        TypeError: another dtype, an `ep_group` that is none. NotImplementedError: tensors on CUDA.
         RuntimeError: a second derivative.
 
     For backward the logits, choices and gate_up's products are kept, in hidden's dtype: T (E + 2 k I) numbers. The

@@ -67,9 +67,9 @@ class Route:
         out, back = (part[np.argsort(part[:, peer], kind="stable")] for part, peer in ((out, 1), (back, 0)))
         count = functools.partial(np.bincount, minlength=ranks)
         return cls(
-            sends=_triples(out[:, 2], _starts(out[:, 4]), out[:, 4]),
-            receipts=_triples(_starts(back[:, 4]), back[:, 3], back[:, 4]),
-            own=_triples(*moves[(src == rank) & (dst == rank)][:, 2:].T),
+            sends=triples(out[:, 2], _starts(out[:, 4]), out[:, 4]),
+            receipts=triples(_starts(back[:, 4]), back[:, 3], back[:, 4]),
+            own=triples(*moves[(src == rank) & (dst == rank)][:, 2:].T),
             send_rows=tuple(count(out[:, 1], out[:, 4]).astype(np.int64).tolist()),
             receive_rows=tuple(count(back[:, 0], back[:, 4]).astype(np.int64).tolist()),
             own_after=int((out[:, 1] < rank).sum()),
@@ -118,7 +118,8 @@ def _starts(rows):
     return np.cumsum(rows) - rows
 
 
-def _triples(*columns):
+def triples(*columns):
+    """int64 [3 n] of three columns [n], as `Route` holds them."""
     return torch.from_numpy(np.stack(columns, axis=1).astype(np.int64).flatten())
 
 

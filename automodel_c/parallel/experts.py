@@ -14,7 +14,7 @@ import torch.distributed as dist
 from automodel_c.ops import _experts
 
 from . import alarms
-from .exchange import Route, exchange, exchange_back
+from .exchange import Route, exchange, exchange_back, triples
 
 
 def expert_range(experts, ranks, rank):
@@ -65,9 +65,9 @@ def _travel(chosen, experts, group):
     away, others = to != rank, np.arange(ranks) != rank
     ones, own = np.ones_like(row), np.flatnonzero(~away)
     return Route(
-        sends=_triples(row[away], np.arange(away.sum()), ones[away]),
-        receipts=_triples(*(x[others] for x in (np.cumsum(arriving * others) - arriving * others, starts, arriving))),
-        own=_triples(row[own], starts[rank] + np.arange(len(own)), ones[own]),
+        sends=triples(row[away], np.arange(away.sum()), ones[away]),
+        receipts=triples(*(x[others] for x in (np.cumsum(arriving * others) - arriving * others, starts, arriving))),
+        own=triples(row[own], starts[rank] + np.arange(len(own)), ones[own]),
         send_rows=tuple((count * others).tolist()),
         receive_rows=tuple((arriving * others).tolist()),
         own_after=int((to < rank).sum()),
@@ -84,7 +84,3 @@ def _one_to_each(ranks, rank):
     src, dst = (x.flatten() for x in np.meshgrid(np.arange(ranks), np.arange(ranks)))
     moves = np.stack([src, dst, dst, src, np.ones_like(src)], axis=1)
     return Route.of(moves, rank, ranks, ranks, ranks, "counts of experts' rows")
-
-
-def _triples(*columns):
-    return torch.from_numpy(np.stack(columns, axis=1).astype(np.int64).flatten())
