@@ -130,7 +130,7 @@ def test_attention_many_columns_and_tiles(seed, dtype):
 @pytest.mark.parametrize("lengths", [((5, 40, 0, 33), (80, 7, 9, 210)), ((700,), (20,)), ((20,), (700,))])
 def test_attention_different_keys(seed, dtype, causal, lengths):
     cu, cu_k = map(offsets, lengths)
-    inputs, *more = [draw(cu[-1], (4, 2), 16, dtype, keys=cu_k[-1]) for _ in range(6)]
+    inputs, *more = [draw(cu[-1], (4, 2), 16, dtype, keys=cu_k[-1]) for _ in range(12)]
     check(inputs, docs_of(cu), docs_of(cu_k), causal=causal, more=more, cu_seqlens=cu, cu_seqlens_k=cu_k)
 
 
