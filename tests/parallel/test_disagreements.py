@@ -275,11 +275,13 @@ def test_plain_scripts_end_as_they_should():
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     script = Path(__file__).with_name("script_with_a_disagreement.py")
-    common = {**os.environ, "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    root = Path(__file__).parents[2]
+    common = {**os.environ, "PYTHONPATH": str(root), "WORLD_SIZE": "4", "OMP_NUM_THREADS": "1"}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     ranks = [
         subprocess.Popen(
             [sys.executable, str(script)], env={**common, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True,
-            cwd=Path(__file__).parents[2],
+            cwd=root,
         )
         for rank in range(4)
     ]  # fmt: skip
