@@ -75,17 +75,8 @@ template <class A> am_status fill_args(A *args, const am_attention_args *a, cons
     return AM_OK;
 }
 
-inline am_status sm_count(unsigned *sms)
-{
-    int device = 0, count = 0;
-    AM_CUDA(cudaGetDevice(&device));
-    AM_CUDA(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
-    *sms = static_cast<unsigned>(count);
-    return AM_OK;
-}
-
 template <int kD, class E>
-am_status launch_dkdv(const am_attention_args *a, const AttentionScratch &s, unsigned sms, cudaStream_t stream)
+am_status launch_dkdv(const am_attention_args *a, const AttentionScratch &s, int sms, cudaStream_t stream)
 {
     using T = KeyTile<kD>;
     constexpr size_t kSmem = sizeof(KeySmem<T>) + 1024;
@@ -108,7 +99,7 @@ am_status launch_dkdv(const am_attention_args *a, const AttentionScratch &s, uns
 }
 
 template <int kD, class E>
-am_status launch_dq(const am_attention_args *a, const AttentionScratch &s, unsigned sms, cudaStream_t stream)
+am_status launch_dq(const am_attention_args *a, const AttentionScratch &s, int sms, cudaStream_t stream)
 {
     using T = RowTile<kD>;
     constexpr size_t kSmem = sizeof(RowSmem<T>) + 1024;
@@ -133,8 +124,8 @@ template <int kD, class E> am_status launch_backward(const am_attention_args *a,
 {
     const AttentionScratch s = attention_scratch(a, true);
     const int64_t rows = a->q.shape[0] * a->q.shape[1];
-    unsigned sms = 0;
-    AM_TRY(sm_count(&sms));
+    int sms = 0;
+    AM_TRY(multiprocessors(&sms));
     AM_TRY(attention_fill_gaps(a, true, stream));
     attention_delta_sm90_kernel<E><<<8 * sms, kDeltaThreads, 0, stream>>>(
         attention_view(a->dout), attention_view(a->out), s.delta, rows, a->q.shape[1], kD);

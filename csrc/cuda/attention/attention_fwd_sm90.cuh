@@ -312,9 +312,8 @@ template <class T, class E> am_status launch(const am_attention_args *a, cudaStr
     const AttentionScratch scratch = attention_scratch(a, false);
     const int64_t group = a->q.shape[1] / a->k.shape[1];
     Args args = {};
-    int device = 0, sms = 0;
-    AM_CUDA(cudaGetDevice(&device));
-    AM_CUDA(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
+    int sms = 0;
+    AM_TRY(multiprocessors(&sms));
     AM_TRY(attention_fill_gaps(a, false, stream));
     AM_TRY(attention_place_tiles(a, false, T::kM / group, scratch.first, scratch.next, stream));
     AM_TRY(tensor_map_of(&args.q, &a->q, static_cast<uint32_t>(T::kM / group), static_cast<uint32_t>(group)));

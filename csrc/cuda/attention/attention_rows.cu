@@ -1,5 +1,6 @@
 /* attention_rows.cu -- which kernels run. The first row that fits wins; add a row, add its file. */
 #include "attention_rows.h"
+#include "on_device.h"
 
 namespace
 {
@@ -33,16 +34,6 @@ const AttentionRow *pick(const AttentionRow *row, const am_attention_args *a)
     return row;
 }
 
-am_status run(const AttentionRow *row, const am_attention_args *a, const am_exec *ex)
-{
-    int before = 0;
-    AM_CUDA(cudaGetDevice(&before));
-    AM_CUDA(cudaSetDevice(ex->dev_index));
-    const am_status st = row->run(a, static_cast<cudaStream_t>(ex->stream));
-    AM_CUDA(cudaSetDevice(before));
-    return st;
-}
-
 } // namespace
 
 extern "C" am_status am_cuda_attention_plan(const am_attention_args *a, bool backward, const char **row, size_t *bytes)
@@ -54,10 +45,10 @@ extern "C" am_status am_cuda_attention_plan(const am_attention_args *a, bool bac
 
 extern "C" am_status am_cuda_attention_forward(const am_attention_args *a, const am_exec *ex)
 {
-    return run(pick(forward_rows, a), a, ex);
+    return on_device(pick(forward_rows, a)->run, a, ex);
 }
 
 extern "C" am_status am_cuda_attention_backward(const am_attention_args *a, const am_exec *ex)
 {
-    return run(pick(backward_rows, a), a, ex);
+    return on_device(pick(backward_rows, a)->run, a, ex);
 }

@@ -5,6 +5,7 @@
 #define ATTENTION_SM90_CUH
 
 #include "attention_rows.h"
+#include "on_device.h"
 #include "ptx_sm90.cuh"
 #include "tensor_map.h"
 #include "wgmma_sm90.cuh"

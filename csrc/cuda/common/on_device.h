@@ -1,4 +1,5 @@
-/* on_device.h -- a launcher run with the call's device current, and the caller's device put back. */
+/* on_device.h -- a launcher run with the call's device current, and the caller's device put back; what that device has.
+ */
 #ifndef ON_DEVICE_H
 #define ON_DEVICE_H
 
@@ -13,6 +14,14 @@ am_status on_device(am_status (*launch)(const Args *, cudaStream_t), const Args 
     const am_status st = launch(a, static_cast<cudaStream_t>(ex->stream));
     AM_CUDA(cudaSetDevice(before));
     return st;
+}
+
+static inline am_status multiprocessors(int *count)
+{
+    int device = 0;
+    AM_CUDA(cudaGetDevice(&device));
+    AM_CUDA(cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device));
+    return AM_OK;
 }
 
 #endif

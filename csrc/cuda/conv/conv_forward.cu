@@ -99,9 +99,8 @@ __global__ void __launch_bounds__(kThreads, kWidth < kAnyWidth ? 4 : 2)
 template <typename T, int kPer, int kWidth> am_status launch(Call p, cudaStream_t stream)
 {
     constexpr int64_t kWide = int64_t{kThreads} * kPer;
-    int device = 0, processors = 1;
-    AM_CUDA(cudaGetDevice(&device));
-    AM_CUDA(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
+    int processors = 1;
+    AM_TRY(multiprocessors(&processors));
     p.columns = static_cast<int>((p.channels + kWide - 1) / kWide);
     /* A dozen blocks for every one that has room at a time; rows before a run cost from 19 % (of 16) to 2 % of x. */
     const int64_t even = int64_t{p.rows} * p.columns / (12 * 4 * int64_t{processors});
