@@ -1,5 +1,6 @@
 """Packs, documents and frames: host planning that needs NumPy alone."""
 
+import copy
 import warnings
 
 import numpy as np
@@ -78,8 +79,7 @@ class Pack:
         self.end = int(self.docs[-1, 1]) if len(self.docs) else 0
         self.order = np.argsort(-self.lengths, kind="stable")
         self.order.flags.writeable = False
-        self.device_plan = to_device(device, self.docs, self.order)
-        self.device_docs = None if self.device_plan is None else self.device_plan[: self.docs.size].view(-1, 2)
+        self._place(device)
 
     def __len__(self):
         return len(self.docs)
@@ -106,6 +106,16 @@ class Pack:
     def max_length(self):
         """Tokens of the longest document; 0 for an empty pack."""
         return int(self.lengths.max(initial=0))
+
+    def to(self, device):
+        """The same pack for operators on `device`; see the argument of that name."""
+        made = copy.copy(self)
+        made._place(device)
+        return made
+
+    def _place(self, device):
+        self.device_plan = to_device(device, self.docs, self.order)
+        self.device_docs = None if self.device_plan is None else self.device_plan[: self.docs.size].view(-1, 2)
 
     def check_tokens(self, tokens, name="x"):
         """ValueError unless a tensor of `tokens` rows can hold this pack."""
@@ -144,9 +154,9 @@ def _to_host(index, name):
 def to_device(device, *parts):
     """The int64 arrays end to end as one tensor on a CUDA device, by one copy that the host need not wait for.
 
-    None for the CPU. RuntimeError under graph capture: a replay would read host memory that is gone.
+    None for the CPU and meta. RuntimeError under graph capture: a replay would read host memory that is gone.
     """
-    if device is None or str(device) == "cpu":
+    if device is None or str(device).partition(":")[0] in ("cpu", "meta"):
         return None
     import torch  # only a CUDA pack needs it
 

@@ -30,9 +30,10 @@ def vision_model(self, hidden_states, grid_thw, **kwargs):
 
 @torch.compiler.disable(recursive=True)  # NumPy on the host
 def _plan(self, grid_thw, known):
-    cu_seqlens = vision_utils.get_vision_cu_seqlens(grid_thw, kwargs=known)
+    cu_seqlens = vision_utils.get_vision_cu_seqlens(grid_thw.cpu(), kwargs=known)
     positions = vision_utils.get_vision_position_ids(grid_thw, self.spatial_merge_size, kwargs=known)
-    return TowerPlan(Pack(cu_seqlens=cu_seqlens), positions.t().contiguous(), rope_theta(self)[0])
+    pack = Pack(cu_seqlens=cu_seqlens.cpu(), device=positions.device)
+    return TowerPlan(pack, positions.t().contiguous(), rope_theta(self)[0])
 
 
 def rope_theta(tower):

@@ -101,7 +101,7 @@ class Batch:
             given = _given(batch)
             ids = _tensor(given, "input_ids", 1, integer=True)
             tokens = len(ids)
-            pack = _pack(given, tokens)
+            pack = _pack(given, tokens, device)
             ends = _ends(pack, tokens)
             real = ends > 0
             host_ids = np.where(real, ids.cpu().numpy(), 0)  # padding may hold anything
@@ -160,13 +160,14 @@ def _tensor(given, key, ndim, tokens=None, integer=False):
     return x
 
 
-def _pack(given, tokens):
+def _pack(given, tokens, device):
     if "cu_seqlens" in given and "doc_ids" in given:
         raise ValueError("batch: give one of cu_seqlens and doc_ids, not both")
     if "doc_ids" in given:
-        pack = Pack(doc_ids=given["doc_ids"])
+        documents = {"doc_ids": given["doc_ids"]}
     else:
-        pack = Pack(cu_seqlens=given.get("cu_seqlens", [0, tokens]))
+        documents = {"cu_seqlens": given.get("cu_seqlens", [0, tokens])}
+    pack = Pack(**documents, device=device)
     pack.check_tokens(tokens, "batch: input_ids")
     return pack
 

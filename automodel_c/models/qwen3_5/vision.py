@@ -32,7 +32,7 @@ class Frames:
         sizes = np.repeat(grids[:, 1:], grids[:, 0], axis=0)
         areas = sizes.prod(1)
         starts = np.concatenate([[0], areas.cumsum()])
-        self.pack = Pack(cu_seqlens=starts)
+        self.pack = Pack(cu_seqlens=starts, device=device)
         height, width = sizes.repeat(areas, axis=0).T
         at = np.arange(starts[-1]) - starts[:-1].repeat(areas)
         block, inner = np.divmod(at, merge * merge)
