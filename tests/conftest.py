@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import sys
 import zlib
 
 import hypothesis
@@ -12,6 +13,10 @@ import torch
 from automodel_c import _amcore
 from automodel_c.ops import _alloc
 from tests.guards import CheckedAllocator, Guards
+
+# transformers takes these wherever they are installed, also for tensors that they cannot run; its own code is the twin
+for package in ("fla", "causal_conv1d"):
+    sys.modules.setdefault(package, None)
 
 ISAS = ("scalar", "avx2", "avx512", "avx512_bf16", "amx_bf16")
 MACHINE_ISAS = ISAS[: ISAS.index(_amcore.build_info()["best_isa"]) + 1]
