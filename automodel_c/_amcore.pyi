@@ -204,6 +204,8 @@ def cross_entropy_forward(
     logits: Tensor,
     labels: Tensor,
     num_label_tokens: Tensor | None = None,
+    stats: Tensor | None = None,
+    count: Tensor | None = None,
     *,
     chunk_len: int,
     ignore_index: int,
@@ -214,6 +216,7 @@ def cross_entropy_backward(
     logits: Tensor,
     labels: Tensor,
     num_label_tokens: Tensor | None = None,
+    stats: Tensor | None = None,
     *,
     chunk_len: int,
     ignore_index: int,
@@ -228,9 +231,19 @@ def linear_cross_entropy_rows(
     *,
     ignore_index: int,
 ) -> int: ...
+def linear_cross_entropy_targets(
+    targets: Tensor,
+    count: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    num_label_tokens: Tensor | None = None,
+    *,
+    ignore_index: int,
+) -> None: ...
 def linear_cross_entropy_chunk(stats: Tensor, logits: Tensor, targets: Tensor, *, first: int) -> None: ...
 def linear_cross_entropy_loss(
-    loss: Tensor, stats: Tensor, num_label_tokens: Tensor | None = None, *, n: int
+    loss: Tensor, stats: Tensor, targets: Tensor, num_label_tokens: Tensor | None = None, *, n: int
 ) -> None: ...
 def linear_cross_entropy_grad(
     dlogits: Tensor,
@@ -245,6 +258,7 @@ def linear_cross_entropy_grad(
 def linear_cross_entropy_product_workspace(left: Tensor) -> int: ...
 def linear_cross_entropy_product(out: Tensor, workspace: Tensor, left: Tensor, right: Tensor, *, add: bool) -> None: ...
 def linear_cross_entropy_scatter(dhidden: Tensor, sum: Tensor, rows: Tensor) -> None: ...
+def linear_cross_entropy_mask(out: Tensor, rows: Tensor, targets: Tensor) -> None: ...
 
 # mlp
 def swiglu_forward(y: Tensor, gate: Tensor, up: Tensor) -> None: ...

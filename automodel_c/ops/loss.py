@@ -8,11 +8,11 @@ import operator
 import torch
 
 from automodel_c import _amcore
-from automodel_c.ops import _alloc
+from automodel_c.ops import _alloc, _loss_rows
 from automodel_c.ops._library import define, require_tensors
 
 
-def linear_cross_entropy(hidden, weight, labels, *, num_label_tokens=None, ignore_index=-100):
+def linear_cross_entropy(hidden, weight, labels, *, num_label_tokens=None, ignore_index=-100, extra_bytes=1 << 30):
     """Mean cross-entropy of `hidden @ weight.T`, in chunks of the vocabulary: logits are never whole beside a gradient.
 
     Where weight needs a gradient, forward allocates it and keeps logits there: all of them for at most H labelled
@@ -22,6 +22,11 @@ def linear_cross_entropy(hidden, weight, labels, *, num_label_tokens=None, ignor
     labelled rows: below 5 % of whole logits at V = 248,320 and 256 rows. Every call awaiting its backward holds its
     [V, H]. Compiled, nothing is kept.
 
+    On CUDA (products by cuBLASLt) all T rows go through, as nobody waits to learn which have a label, and logits are
+    kept beside weight's gradient too: of as many chunks as `extra_bytes` hold. `weight.grad_dtype = torch.float32`
+    gives a float32 gradient of a bfloat16 weight, not rounded on the way; its memory keeps 2 H rows. A repeated
+    backward repeats the bits.
+
     Args:
         hidden: [T, H], float32 or bfloat16.
         weight: [V, H], hidden's dtype.
@@ -29,18 +34,37 @@ def linear_cross_entropy(hidden, weight, labels, *, num_label_tokens=None, ignor
             NaN, and get gradient 0.
         num_label_tokens: what the sum is divided by: an int or an integer tensor of one element (the label count of
             the global batch); None is this call's own count.
+        extra_bytes: on CUDA, what the call may hold beyond the gradients; where that is too little, it holds the least
+            that works: 32 MiB, a float32 copy of hidden and chunks of 1,024 words. More than all logits is not used.
 
     Returns:
         A scalar float32. 0, with gradients 0, when nothing is labelled or `num_label_tokens` is 0.
 
     Raises:
-        ValueError: shapes that disagree, a label out of range, a negative count.
+        ValueError: shapes that disagree, a label out of range, a negative count. On CUDA, where nobody waits to look at
+            them, such labels and device counts make the loss and the gradients NaN.
         TypeError: another dtype. RuntimeError: a second derivative.
     """
     require_tensors("linear_cross_entropy", hidden=hidden, weight=weight, labels=labels)
     count = _count(num_label_tokens, "linear_cross_entropy", hidden.device)
-    keep = weight.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    return _linear(hidden, weight, labels, count, ignore_index, keep)[0]
+    keep = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    layout, wide = [], False
+    if _by_rows(hidden) and hidden.dim() == weight.dim() == 2:
+        wide = keep and weight.is_leaf and getattr(weight, "grad_dtype", None) == torch.float32
+        grad_dtype, needs = _grad_dtype(weight, wide), (hidden.requires_grad, weight.requires_grad)
+        keep = keep and any(needs)
+        layout = list(_loss_rows.layout_of(hidden, weight, grad_dtype, keep, needs, extra_bytes))
+    else:
+        keep = keep and weight.requires_grad
+    return _linear(hidden, weight, labels, count, ignore_index, keep, layout, wide)[0]
+
+
+def _by_rows(hidden):
+    return hidden.device.type == "cuda"
+
+
+def _grad_dtype(weight, wide):
+    return torch.float32 if wide else weight.dtype
 
 
 def cross_entropy(logits, labels, *, chunk_len=32, num_label_tokens=None, ignore_index=-100):
@@ -58,7 +82,7 @@ def cross_entropy(logits, labels, *, chunk_len=32, num_label_tokens=None, ignore
     """
     require_tensors("cross_entropy", logits=logits, labels=labels)
     count = _count(num_label_tokens, "cross_entropy", logits.device)
-    return _plain(logits, labels, count, chunk_len, ignore_index)
+    return _plain(logits, labels, count, chunk_len, ignore_index)[0]
 
 
 def _count(num_label_tokens, name, device):
@@ -72,41 +96,60 @@ def _count(num_label_tokens, name, device):
     return torch.full((), number, dtype=torch.int64, device=device)
 
 
-def _plain_cpu(logits, labels, count, chunk_len, ignore_index):
-    loss = _alloc.empty((), torch.float32, logits.device)
-    row_loss = _alloc.empty(logits.shape[:1], torch.float64, logits.device)
-    _amcore.cross_entropy_forward(loss, row_loss, logits, labels, count, chunk_len=chunk_len, ignore_index=ignore_index)
-    return loss
+def _plain_forward(logits, labels, count, chunk_len, ignore_index):
+    """The loss, and on CUDA what backward needs beside the logits, to read them once: row statistics and the count."""
+    device, tokens = logits.device, len(logits) if logits.dim() else 0
+    loss, row_loss = _alloc.empty((), torch.float32, device), _alloc.empty(logits.shape[:1], torch.float64, device)
+    stats = divisor = None
+    if device.type != "cpu":
+        stats, divisor = _alloc.empty((2, tokens), torch.float32, device), _alloc.empty((), torch.int64, device)
+    _amcore.cross_entropy_forward(
+        loss, row_loss, logits, labels, count, stats, divisor, chunk_len=chunk_len, ignore_index=ignore_index
+    )
+    if stats is None:
+        stats, divisor = loss.new_empty(0), labels.new_empty(0, dtype=torch.int64)
+    return loss, stats, divisor
 
 
-def _plain_backward_cpu(dloss, logits, labels, count, chunk_len, ignore_index):
+def _plain_gradient(dloss, logits, labels, count, stats, chunk_len, ignore_index):
     dlogits = _alloc.empty(logits.shape, logits.dtype, logits.device)
     _amcore.cross_entropy_backward(
-        dlogits, dloss, logits, labels, count, chunk_len=chunk_len, ignore_index=ignore_index
+        dlogits, dloss, logits, labels, count, stats, chunk_len=chunk_len, ignore_index=ignore_index
     )
     return dlogits
 
 
 def _plain_setup(ctx, inputs, output):
     logits, labels, count, *ctx.settings = inputs
-    ctx.save_for_backward(logits, labels, count)
+    _, stats, divisor = output
+    ctx.set_materialize_grads(False)
+    kept = (count, None) if logits.device.type == "cpu" else (divisor, stats)
+    ctx.save_for_backward(logits, labels, *kept)
 
 
-def _plain_derivative(ctx, dloss):
-    logits, labels, count = ctx.saved_tensors
-    return _plain_backward(dloss, logits, labels, count, *ctx.settings), None, None, None, None
+def _plain_derivative(ctx, dloss, *_):
+    if dloss is None:
+        return (None,) * 5
+    return _plain_backward(dloss, *ctx.saved_tensors, *ctx.settings), None, None, None, None
+
+
+def _plain_fake(logits, labels, count, *_):
+    n = 0 if logits.device.type == "cpu" else len(logits)
+    stats = logits.new_empty((2, n) if n else (0,), dtype=torch.float32)
+    return stats.new_empty(()), stats, labels.new_empty(() if n else (0,), dtype=torch.int64)
 
 
 _plain_backward = define(
-    "cross_entropy_backward(Tensor dloss, Tensor logits, Tensor labels, Tensor? count, int chunk_len, "
+    "cross_entropy_backward(Tensor dloss, Tensor logits, Tensor labels, Tensor? count, Tensor? stats, int chunk_len, "
     "int ignore_index) -> Tensor",
-    _plain_backward_cpu,
+    _plain_gradient,
     lambda dloss, logits, *_: logits.new_empty(logits.shape),
 )
 _plain = define(
-    "cross_entropy(Tensor logits, Tensor labels, Tensor? count, int chunk_len, int ignore_index) -> Tensor",
-    _plain_cpu,
-    lambda logits, *_: logits.new_empty((), dtype=torch.float32),
+    "cross_entropy(Tensor logits, Tensor labels, Tensor? count, int chunk_len, int ignore_index) "
+    "-> (Tensor, Tensor, Tensor)",
+    _plain_forward,
+    _plain_fake,
     setup=_plain_setup,
     backward=_plain_derivative,
 )
@@ -153,7 +196,10 @@ def _product(out, workspace, left, right, add=False):
     _amcore.linear_cross_entropy_product(out, workspace, left, right, add=add)
 
 
-def _linear_cpu(hidden, weight, labels, count, ignore_index, keep):
+def _linear_forward(hidden, weight, labels, count, ignore_index, keep, layout, wide):
+    if layout:
+        dtype = _grad_dtype(weight, wide)
+        return _loss_rows.forward(hidden, weight, labels, count, ignore_index, layout, dtype, keep)
     rows, targets, x = _labelled(hidden, weight, labels, count, ignore_index)
     stats = _alloc.empty((3, len(hidden)), torch.float32, hidden.device)
     stats[0] = -torch.inf
@@ -167,19 +213,25 @@ def _linear_cpu(hidden, weight, labels, count, ignore_index, keep):
         _product(logits, workspace, x, weight[first:last].t())
         _amcore.linear_cross_entropy_chunk(stats, logits, targets, first=first)
     loss = _alloc.empty((), torch.float32, hidden.device)
-    _amcore.linear_cross_entropy_loss(loss, stats, count, n=len(rows))
-    return loss, stats, kept
+    _amcore.linear_cross_entropy_loss(loss, stats, targets, count, n=len(rows))
+    return loss, stats, kept, _alloc.empty((0,), hidden.dtype, hidden.device)
 
 
-def _linear_backward_cpu(dloss, hidden, weight, labels, count, stats, ignore_index, need_hidden, need_weight):
-    kept = _alloc.empty((0,), weight.dtype, weight.device)
-    dweight = _alloc.empty(weight.shape if need_weight else (0,), weight.dtype, weight.device)
-    dhidden = _gradients(dweight, kept, dloss, hidden, weight, labels, count, stats, ignore_index, need_hidden)
-    return dhidden, dweight
+def _linear_gradients(
+    dloss, hidden, weight, labels, count, stats, ignore_index, need_hidden, need_weight, layout, wide
+):
+    dtype = _grad_dtype(weight, wide)
+    dweight = _alloc.empty(weight.shape if need_weight else (0,), dtype, weight.device)
+    none = _alloc.empty((0,), dtype, weight.device)
+    tensors = (dloss, hidden, weight, labels, count, stats)
+    return _gradients(dweight, none, none, *tensors, ignore_index, need_hidden, layout), dweight
 
 
-def _gradients(dweight, kept, dloss, hidden, weight, labels, count, stats, ignore_index, need_hidden):
+def _gradients(dweight, kept, beside, dloss, hidden, weight, labels, count, stats, ignore_index, need_hidden, layout):
     """Writes dweight, unless it is empty, and returns dhidden; `kept` may be dweight's own memory."""
+    if layout:
+        tensors = (dloss, hidden, weight, labels, count, stats)
+        return _loss_rows.backward(dweight, kept, beside, *tensors, ignore_index, layout, need_hidden)
     rows, targets, x = _labelled(hidden, weight, labels, count, ignore_index)
     dhidden = _alloc.empty(hidden.shape if need_hidden else (0,), hidden.dtype, hidden.device)
     total = _alloc.empty(x.shape, torch.float32, x.device) if need_hidden else None
@@ -201,48 +253,59 @@ def _gradients(dweight, kept, dloss, hidden, weight, labels, count, stats, ignor
 
 
 def _linear_setup(ctx, inputs, output):
-    hidden, weight, labels, count, ctx.ignore_index, ctx.keeps = inputs
+    hidden, weight, labels, count, ctx.ignore_index, ctx.keeps, ctx.layout, ctx.wide = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(hidden, weight, labels, count, *output[1:])
 
 
 def _linear_derivative(ctx, dloss, *_):
-    *saved, kept = ctx.saved_tensors
+    *saved, kept, beside = ctx.saved_tensors
     need_hidden, need_weight = ctx.needs_input_grad[:2]
     if dloss is None:
-        return (None,) * 6
+        return (None,) * 8
     # Writing `kept` is hidden from autograd's version counter and from tracers: they get the functional operator.
-    if ctx.keeps and not torch.is_grad_enabled() and type(kept) is torch.Tensor and kept.device.type == "cpu":
+    if ctx.keeps and not torch.is_grad_enabled() and type(kept) is torch.Tensor and kept.device.type != "meta":
         ctx.keeps = False
-        kept = kept.data
+        kept, weight = kept.data, saved[1]
         dweight = kept if need_weight else kept[:0]
-        dhidden = _gradients(dweight, kept, dloss, *saved, ctx.ignore_index, need_hidden)
+        if need_weight and kept.shape != weight.shape:
+            dweight = _alloc.empty(weight.shape, kept.dtype, kept.device)
+        dhidden = _gradients(dweight, kept, beside, dloss, *saved, ctx.ignore_index, need_hidden, ctx.layout)
     else:
-        dhidden, dweight = _linear_backward(dloss, *saved, ctx.ignore_index, need_hidden, need_weight)
-    return dhidden if need_hidden else None, dweight if need_weight else None, None, None, None, None
+        dhidden, dweight = _linear_backward(
+            dloss, *saved, ctx.ignore_index, need_hidden, need_weight, ctx.layout, ctx.wide
+        )
+    return dhidden if need_hidden else None, dweight if need_weight else None, *(None,) * 6
 
 
-def _linear_backward_fake(dloss, hidden, weight, labels, count, stats, ignore_index, need_hidden, need_weight):
-    return hidden.new_empty(hidden.shape if need_hidden else (0,)), weight.new_empty(
-        weight.shape if need_weight else (0,)
+def _linear_backward_fake(
+    dloss, hidden, weight, labels, count, stats, ignore_index, need_hidden, need_weight, layout, wide
+):
+    dweight = weight.new_empty(weight.shape if need_weight else (0,), dtype=_grad_dtype(weight, wide))
+    return hidden.new_empty(hidden.shape if need_hidden else (0,)), dweight
+
+
+def _linear_fake(hidden, weight, labels, count, ignore_index, keep, layout, wide):
+    shape, beside = _loss_rows.sizes_of(layout, hidden, weight, keep) if layout else (weight.shape if keep else (0,), 0)
+    return (
+        hidden.new_empty((), dtype=torch.float32),
+        hidden.new_empty((3, hidden.shape[0]), dtype=torch.float32),
+        weight.new_empty(shape, dtype=_grad_dtype(weight, wide)),
+        hidden.new_empty(beside),
     )
 
 
 _linear_backward = define(
     "linear_cross_entropy_backward(Tensor dloss, Tensor hidden, Tensor weight, Tensor labels, Tensor? count, "
-    "Tensor stats, int ignore_index, bool need_hidden, bool need_weight) -> (Tensor, Tensor)",
-    _linear_backward_cpu,
+    "Tensor stats, int ignore_index, bool need_hidden, bool need_weight, int[] layout, bool wide) -> (Tensor, Tensor)",
+    _linear_gradients,
     _linear_backward_fake,
 )
 _linear = define(
-    "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor labels, Tensor? count, int ignore_index, bool keep) "
-    "-> (Tensor, Tensor, Tensor)",
-    _linear_cpu,
-    lambda hidden, weight, labels, count, ignore_index, keep: (
-        hidden.new_empty((), dtype=torch.float32),
-        hidden.new_empty((3, hidden.shape[0]), dtype=torch.float32),
-        weight.new_empty(weight.shape if keep else (0,)),
-    ),
+    "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor labels, Tensor? count, int ignore_index, bool keep, "
+    "int[] layout, bool wide) -> (Tensor, Tensor, Tensor, Tensor)",
+    _linear_forward,
+    _linear_fake,
     setup=_linear_setup,
     backward=_linear_derivative,
 )

@@ -26,7 +26,7 @@ int64_t am_loss_int_at(const am_tensor *t, int64_t i)
     return t->dtype == AM_I32 ? ((const int32_t *)t->data)[i] : ((const int64_t *)t->data)[i];
 }
 
-am_status am_loss_check_count(const char *fn, const am_tensor *count)
+am_status am_loss_check_count(const char *fn, const am_tensor *count, const am_exec *ex)
 {
     if (count->dtype == AM_NONE)
         return AM_OK;
@@ -34,15 +34,23 @@ am_status am_loss_check_count(const char *fn, const am_tensor *count)
              "%s: num_label_tokens is %s, an integer (int32, int64) is needed", fn, am_dtype_name(count->dtype));
     AM_CHECK(am_numel(count) == 1, AM_ERR_SHAPE, "%s: num_label_tokens has %lld elements, 1 is needed", fn,
              (long long)am_numel(count));
+    if (ex->dev != AM_DEV_CPU)
+        return AM_OK;
     const am_tensor flat = {.data = count->data, .dtype = count->dtype};
     AM_CHECK(am_loss_int_at(&flat, 0) >= 0, AM_ERR_ARG, "%s: num_label_tokens is %lld, it must not be negative", fn,
              (long long)am_loss_int_at(&flat, 0));
     return AM_OK;
 }
 
-/* Checks every label, and counts those that are not ignored. */
+am_status am_loss_check_own_count(const char *fn, const am_tensor *count)
+{
+    AM_CHECK(count->dtype == AM_NONE || (count->dtype == AM_I64 && am_numel(count) == 1), AM_ERR_ARG,
+             "%s: count must be int64 of 1 element", fn);
+    return AM_OK;
+}
+
 am_status am_loss_check_labels(const char *fn, const am_tensor *labels, int64_t tokens, int64_t vocab, int64_t ignored,
-                               int64_t *n)
+                               int64_t *n, const am_exec *ex)
 {
     AM_CHECK(labels->dtype == AM_I32 || labels->dtype == AM_I64, AM_ERR_DTYPE,
              "%s: labels is %s, int64 or int32 is needed", fn, am_dtype_name(labels->dtype));
@@ -50,7 +58,7 @@ am_status am_loss_check_labels(const char *fn, const am_tensor *labels, int64_t 
     AM_CHECK(labels->shape[0] == tokens, AM_ERR_SHAPE, "%s: labels has %lld elements for %lld rows", fn,
              (long long)labels->shape[0], (long long)tokens);
     *n = 0;
-    for (int64_t t = 0; t < tokens; t++) {
+    for (int64_t t = 0; t < tokens && ex->dev == AM_DEV_CPU; t++) {
         const int64_t y = am_loss_int_at(labels, t);
         if (y == ignored)
             continue;

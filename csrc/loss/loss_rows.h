@@ -20,14 +20,15 @@ typedef struct loss_kernels {
 const loss_kernels *am_loss_kernels(void); /* of the instruction set in use */
 
 am_status am_loss_check_cpu(const char *fn, const am_exec *ex);
-am_status am_loss_check_count(const char *fn, const am_tensor *num_label_tokens);
+am_status am_loss_check_count(const char *fn, const am_tensor *num_label_tokens, const am_exec *ex);
+am_status am_loss_check_own_count(const char *fn, const am_tensor *count);
 am_status am_loss_check_scalar(const char *fn, const char *name, const am_tensor *t);
 am_status am_loss_check_matrix(const char *fn, const char *name, const am_tensor *t);
 am_status am_loss_check_rows(const char *fn, const char *name, const am_tensor *t); /* and a contiguous last axis */
 
-/* Checks every label, and counts those that are not ignored. */
+/* Checks labels; on the CPU every one of them too, and counts those that are not ignored. */
 am_status am_loss_check_labels(const char *fn, const am_tensor *labels, int64_t tokens, int64_t vocab, int64_t ignored,
-                               int64_t *n);
+                               int64_t *n, const am_exec *ex);
 
 int64_t am_loss_int_at(const am_tensor *t, int64_t i);
 

@@ -9,6 +9,11 @@
 enum { LEAST_ROWS = 128 }; /* of a block, where there are few blocks a thread */
 static const char *const fn = "linear_cross_entropy_product";
 
+#ifndef AM_WITH_CUDA
+#define am_cuda_lce_product(a, ex) am_no_cuda(fn)
+#define am_cuda_lce_product_workspace(a) am_no_cuda(fn)
+#endif
+
 typedef struct product_job {
     const am_lce_product_args *args;
     product_lines left, right;
@@ -20,7 +25,8 @@ typedef struct product_job {
 am_status am_lce_product_workspace(am_lce_product_args *a, const am_exec *ex)
 {
     AM_TRY(am_loss_check_matrix(fn, "left", &a->left));
-    AM_TRY(am_loss_check_cpu(fn, ex));
+    if (ex->dev != AM_DEV_CPU)
+        return am_cuda_lce_product_workspace(a);
     a->workspace_bytes = AM_MAX_THREADS + AM_SLOT_LINE + (int64_t)am_num_threads() * PRODUCT_BYTES;
     return AM_OK;
 }
@@ -36,12 +42,11 @@ static am_status check_operand(const char *name, const am_tensor *t, const am_lc
     return AM_OK;
 }
 
-static am_status check(const am_lce_product_args *a, const am_exec *ex)
+static am_status check(const am_lce_product_args *a)
 {
     AM_TRY(check_operand("left", &a->left, a));
     AM_TRY(check_operand("right", &a->right, a));
     AM_TRY(am_loss_check_rows(fn, "out", &a->out));
-    AM_TRY(am_loss_check_cpu(fn, ex));
     const int64_t rows = a->left.shape[0], depth = a->left.shape[1], columns = a->right.shape[1];
     AM_CHECK(a->right.shape[0] == depth, AM_ERR_SHAPE, "%s: right has %lld rows, left has %lld columns", fn,
              (long long)a->right.shape[0], (long long)depth);
@@ -104,7 +109,9 @@ static void blocks(int64_t begin, int64_t end, void *ctx)
 
 am_status am_lce_product(am_lce_product_args *a, const am_exec *ex)
 {
-    AM_TRY(check(a, ex));
+    AM_TRY(check(a));
+    if (ex->dev != AM_DEV_CPU)
+        return am_cuda_lce_product(a, ex);
     const int64_t rows = a->out.shape[0], columns = a->out.shape[1];
     product_job job = {.args = a, .left = lines_of(&a->left, 0), .right = lines_of(&a->right, 1)};
     job.slots.bytes = PRODUCT_BYTES;

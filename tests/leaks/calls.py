@@ -292,8 +292,9 @@ def loss_calls():
         ("chunk", ValueError, "chunk_len", 0),
     ]
     good = [m, integers(1, -100), None]
-    yield from variants("cross_entropy_forward", [scalar, scratch, *good], settings, wrong)
-    yield from variants("cross_entropy_backward", [m, scalar, *good], settings, wrong)
+    kept = ("stats", ValueError, 5, lambda: numbers(2, 3))
+    yield from variants("cross_entropy_forward", [scalar, scratch, *good, None], settings, [*wrong, kept])
+    yield from variants("cross_entropy_backward", [m, scalar, *good, None], settings, [*wrong, kept])
     pair = integers(0, 1)
     yield from variants(
         "linear_cross_entropy_rows",
@@ -305,9 +306,15 @@ def loss_calls():
             ("dtype", TypeError, 4, lambda: numbers(2)),
         ],
     )
+    yield from variants(
+        "linear_cross_entropy_targets",
+        [pair, lambda: torch.zeros((), dtype=torch.int64), lambda: numbers(2, 3), lambda: numbers(4, 3), pair, None],
+        {"ignore_index": -100},
+        [("label", ValueError, 4, integers(0, 4)), ("count", ValueError, 1, scalar)],
+    )
     stats = lambda: numbers(3, 2)  # noqa: E731
     yield from variants("linear_cross_entropy_chunk", [stats, m, pair], {"first": 0}, [("shape", ValueError, 0, m)])
-    yield from variants("linear_cross_entropy_loss", [scalar, stats, None], {"n": 2}, [("n", ValueError, "n", 3)])
+    yield from variants("linear_cross_entropy_loss", [scalar, stats, pair, None], {"n": 2}, [("n", ValueError, "n", 3)])
     yield from variants(
         "linear_cross_entropy_grad", [m, scalar, m, stats, pair, None], {"first": 0}, [("dtype", TypeError, 1, pair)]
     )
@@ -318,6 +325,7 @@ def loss_calls():
         [("shape", ValueError, 3, m), ("room", ValueError, 1, lambda: torch.empty(9, dtype=torch.uint8))],
     )  # fmt: skip
     yield from variants("linear_cross_entropy_scatter", [m, m, pair], {}, [("rows", ValueError, 2, integers(1, 1))])
+    yield from variants("linear_cross_entropy_mask", [m, m, pair], {}, [("targets", ValueError, 2, integers(1))])
 
 
 def exchange_calls():

@@ -37,7 +37,7 @@ def naive(logits, labels, *, num_label_tokens=None, ignore_index=-100):
 def run(function, tensors, labels, upstream=1.0, **options):
     tensors = [x.detach().clone().requires_grad_() for x in tensors]
     loss = function(*tensors, labels, **options)
-    return [loss.detach(), *torch.autograd.grad(loss, tensors, torch.tensor(upstream, dtype=loss.dtype))]
+    return [loss.detach(), *torch.autograd.grad(loss, tensors, torch.full_like(loss, upstream))]
 
 
 def compare(name, ours, plain, oracle, tensors, labels, **options):
