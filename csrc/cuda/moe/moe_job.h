@@ -52,6 +52,11 @@ struct MoeProductRow {
 const MoeProductRow *moe_pick(const MoeProduct *p);
 am_status moe_product(const MoeProduct *p, cudaStream_t stream);
 am_status moe_product_simple(const MoeProduct *p, cudaStream_t stream);
+am_status moe_product_gate_sm90(const MoeProduct *p, cudaStream_t stream);
+am_status moe_product_nt_sm90(const MoeProduct *p, cudaStream_t stream);
+am_status moe_product_nn_sm90(const MoeProduct *p, cudaStream_t stream);
+am_status moe_product_tn_sm90(const MoeProduct *p, cudaStream_t stream);
+am_status moe_product_tn_f32_sm90(const MoeProduct *p, cudaStream_t stream);
 
 constexpr int kMoeTokens = 128; /* that are sorted together */
 
