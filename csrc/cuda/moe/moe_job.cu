@@ -268,9 +268,22 @@ am_status run_experts_grad(const MoeJob &job, const char *more, cudaStream_t str
     return moe_unpermute(job, job.dy, nullptr, more, a->dhidden, stream);
 }
 
+am_status check_sizes(const MoeJob &job)
+{
+    constexpr int64_t kMostPairs = (1ll << 31) - 1024, kMostExperts = 1024;
+    AM_CHECK(job.pairs <= kMostPairs && job.tokens <= kMostPairs, AM_ERR_UNSUPPORTED,
+             "moe: %lld tokens of %lld experts, less than 2^31 pairs are possible on CUDA", (long long)job.tokens,
+             (long long)job.top_k);
+    AM_CHECK(!job.routes || job.experts <= kMostExperts, AM_ERR_UNSUPPORTED,
+             "moe: there are %lld experts, at most %lld are possible on CUDA", (long long)job.experts,
+             (long long)kMostExperts);
+    return AM_OK;
+}
+
 am_status start(const am_moe_args *a, bool backward, MoeJob *job)
 {
     *job = moe_job(a, backward);
+    AM_TRY(check_sizes(*job));
     AM_CHECK(static_cast<size_t>(a->workspace.shape[0]) >= job->bytes, AM_ERR_SHAPE,
              "moe: workspace has %lld bytes, %zu are needed", (long long)a->workspace.shape[0], job->bytes);
     return AM_OK;
@@ -340,14 +353,8 @@ MoeJob moe_job(const am_moe_args *a, bool backward)
 
 extern "C" am_status am_cuda_moe_plan(const am_moe_args *a, const char **row, size_t *bytes)
 {
-    constexpr int64_t kMostPairs = (1ll << 31) - 1024, kMostExperts = 1024;
     const MoeJob job = moe_job(a, a->backward);
-    AM_CHECK(job.pairs <= kMostPairs && job.tokens <= kMostPairs, AM_ERR_UNSUPPORTED,
-             "moe: %lld tokens of %lld experts, less than 2^31 pairs are possible on CUDA", (long long)job.tokens,
-             (long long)job.top_k);
-    AM_CHECK(!job.routes || job.experts <= kMostExperts, AM_ERR_UNSUPPORTED,
-             "moe: there are %lld experts, at most %lld are possible on CUDA", (long long)job.experts,
-             (long long)kMostExperts);
+    AM_TRY(check_sizes(job));
     const MoeProduct p = job.runs_experts ? gate_up_of(job) : logits_of(job);
     *row = moe_pick(&p)->name;
     *bytes = job.bytes;
