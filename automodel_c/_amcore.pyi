@@ -279,6 +279,16 @@ def moe_workspace(
     top_k: int,
     backward: bool,
 ) -> int: ...
+def moe_row(
+    hidden: Tensor,
+    router_weight: Tensor | None = None,
+    gate_up: Tensor | None = None,
+    down: Tensor | None = None,
+    padding: Tensor | None = None,
+    *,
+    top_k: int,
+    backward: bool,
+) -> str: ...
 def moe_forward(
     out: Tensor,
     load: Tensor,

@@ -7,14 +7,15 @@ import sys
 from pathlib import Path
 
 TARGET = Path(__file__).parents[1] / "csrc/cuda/common/wgmma_sm90.cuh"
-# N, and where A and B come from: registers or shared memory
+# N, and what A and B are: in registers, in shared memory with the depth contiguous, there with M or N contiguous
 SHAPES = [(64, "ss"), (80, "ss"), (128, "ss"), (176, "ss"), (64, "rs"), (128, "rs"), (256, "rs")]
-DTYPES = ("bf16", "f16")
+DTYPES = {"bf16": [*SHAPES, (256, "ss"), (256, "st"), (256, "tt")], "f16": SHAPES}
 
 HEAD = """/* wgmma_sm90.cuh -- written by tools/gen_wgmma.py; change that.
  *
  * d[N / 2] = (keep ? d : 0) + A B, m64 nN k16, float32 sums. `ss`: A and B from shared memory, both K-major. `rs`: A
- * from registers, B from shared memory with N contiguous (the transposed operand). a and b are matrix descriptors.
+ * from registers, B from shared memory with N contiguous (the transposed operand). `st`, `tt`: from shared memory, B or
+ * both transposed. a and b are matrix descriptors.
  */
 #ifndef WGMMA_SM90_CUH
 #define WGMMA_SM90_CUH
@@ -41,8 +42,9 @@ def wrapper(n, kind, dtype):
     """One function."""
     count = n // 2
     places = lines_of([f"%{i}" for i in range(count)], 16)
-    if kind == "ss":
-        a_type, a_place, a_inputs, transposed = "uint64_t a", f"%{count}", ['"l"(a)'], "0, 0"
+    if kind != "rs":
+        a_type, a_place, a_inputs = "uint64_t a", f"%{count}", ['"l"(a)']
+        transposed = ", ".join("1" if operand == "t" else "0" for operand in kind)
     else:
         a_type = "const uint32_t (&a)[4]"
         a_place = "{" + ", ".join(f"%{count + i}" for i in range(4)) + "}"
@@ -75,7 +77,7 @@ def wrapper(n, kind, dtype):
 
 def text():
     """The whole file."""
-    functions = "\n\n".join(wrapper(n, kind, dtype) for dtype in DTYPES for n, kind in SHAPES)
+    functions = "\n\n".join(wrapper(n, kind, dtype) for dtype, shapes in DTYPES.items() for n, kind in shapes)
     return f"{HEAD}\n/* clang-format off */\n{functions}\n/* clang-format on */\n{TAIL}"
 
 

@@ -41,7 +41,7 @@ def _route_outputs(hidden, router_weight, top_k, empty):
     )
 
 
-def _route_cpu(hidden, router_weight, padding, top_k):
+def _route_kernel(hidden, router_weight, padding, top_k):
     nbytes = _amcore.moe_workspace(hidden, router_weight, None, None, padding, top_k=top_k, backward=False)
     results = _route_outputs(hidden, router_weight, top_k, lambda s, d: _alloc.empty(s, d, hidden.device))
     weights, chosen, load, prob_sum, real_rows, logits = results
@@ -52,7 +52,7 @@ def _route_cpu(hidden, router_weight, padding, top_k):
     return results
 
 
-def _route_backward_cpu(dweights, dprob_sum, hidden, router_weight, padding, logits, chosen, weights):
+def _route_backward_kernel(dweights, dprob_sum, hidden, router_weight, padding, logits, chosen, weights):
     top_k = chosen.shape[1]
     nbytes = _amcore.moe_workspace(hidden, router_weight, None, None, padding, top_k=top_k, backward=True)
     scratch = _alloc.workspace(nbytes, hidden.device)
@@ -85,7 +85,7 @@ def _experts_outputs(hidden, down, chosen, keep, empty):
     return empty(hidden.shape, hidden.dtype), empty(products, hidden.dtype)
 
 
-def _experts_cpu(hidden, gate_up, down, chosen, weights, keep):
+def _experts_kernel(hidden, gate_up, down, chosen, weights, keep):
     top_k = chosen.shape[1]
     nbytes = _amcore.moe_workspace(hidden, None, gate_up, down, top_k=top_k, backward=False)
     results = _experts_outputs(hidden, down, chosen, keep, lambda s, d: _alloc.empty(s, d, hidden.device))
@@ -94,7 +94,7 @@ def _experts_cpu(hidden, gate_up, down, chosen, weights, keep):
     return results
 
 
-def _experts_backward_cpu(dout, hidden, gate_up, down, chosen, weights, products):
+def _experts_backward_kernel(dout, hidden, gate_up, down, chosen, weights, products):
     top_k = chosen.shape[1]
     nbytes = _amcore.moe_workspace(hidden, None, gate_up, down, top_k=top_k, backward=True)
     scratch = _alloc.workspace(nbytes, hidden.device)
@@ -119,7 +119,7 @@ def _experts_derivative(ctx, dout, _):
 _route_backward = define(
     "moe_route_backward(Tensor dweights, Tensor? dprob_sum, Tensor hidden, Tensor router_weight, Tensor? padding, "
     "Tensor logits, Tensor chosen, Tensor weights) -> (Tensor, Tensor)",
-    _route_backward_cpu,
+    _route_backward_kernel,
     lambda dweights, dprob_sum, hidden, router_weight, *_: (
         hidden.new_empty(hidden.shape),
         router_weight.new_empty(router_weight.shape),
@@ -128,7 +128,7 @@ _route_backward = define(
 _route = define(
     "moe_route(Tensor hidden, Tensor router_weight, Tensor? padding, int top_k) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _route_cpu,
+    _route_kernel,
     lambda hidden, router_weight, padding, top_k: _route_outputs(
         hidden, router_weight, top_k, lambda s, d: hidden.new_empty(s, dtype=d)
     ),
@@ -138,7 +138,7 @@ _route = define(
 _experts_backward = define(
     "moe_experts_backward(Tensor dout, Tensor hidden, Tensor gate_up, Tensor down, Tensor chosen, Tensor weights, "
     "Tensor products) -> (Tensor, Tensor, Tensor, Tensor)",
-    _experts_backward_cpu,
+    _experts_backward_kernel,
     lambda dout, hidden, gate_up, down, chosen, weights, products: tuple(
         x.new_empty(x.shape) for x in (hidden, gate_up, down, weights)
     ),
@@ -146,7 +146,7 @@ _experts_backward = define(
 _experts = define(
     "moe_experts(Tensor hidden, Tensor gate_up, Tensor down, Tensor chosen, Tensor weights, bool keep) "
     "-> (Tensor, Tensor)",
-    _experts_cpu,
+    _experts_kernel,
     lambda hidden, gate_up, down, chosen, weights, keep: _experts_outputs(
         hidden, down, chosen, keep, lambda s, d: hidden.new_empty(s, dtype=d)
     ),

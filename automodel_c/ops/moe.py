@@ -49,7 +49,7 @@ def moe(
 
     Raises:
         ValueError: shapes that disagree, a strided last axis, another device, a `top_k` out of range, both returns.
-        TypeError: another dtype, an `ep_group` that is none. NotImplementedError: tensors on CUDA.
+        TypeError: another dtype, an `ep_group` that is none. NotImplementedError: more than 1,024 experts on CUDA.
         RuntimeError: a second derivative.
 
     For backward the logits, choices and gate_up's products are kept, in hidden's dtype: T (E + 2 k I) numbers. The
@@ -168,7 +168,7 @@ def _outputs(hidden, router_weight, down, top_k, keep, empty):
     )
 
 
-def _moe_cpu(hidden, router_weight, gate_up, down, padding, top_k, keep):
+def _moe_kernel(hidden, router_weight, gate_up, down, padding, top_k, keep):
     inputs = (hidden, router_weight, gate_up, down, padding)
     nbytes = _amcore.moe_workspace(*inputs, top_k=top_k, backward=False)
     results = _outputs(hidden, router_weight, down, top_k, keep, lambda s, d: _alloc.empty(s, d, hidden.device))
@@ -181,7 +181,7 @@ def _moe_fake(hidden, router_weight, gate_up, down, padding, top_k, keep):
     return _outputs(hidden, router_weight, down, top_k, keep, lambda s, d: hidden.new_empty(s, dtype=d))
 
 
-def _moe_backward_cpu(
+def _moe_backward_kernel(
     dout, dprob_sum, hidden, router_weight, gate_up, down, padding, logits, chosen, weights, products, need
 ):
     inputs, top_k = (hidden, router_weight, gate_up, down), chosen.shape[1]
@@ -228,13 +228,13 @@ def _moe_derivative(ctx, dout, _, dprob_sum, *__):
     return *(x if needed else None for x, needed in zip(grads, need, strict=True)), None, None, None
 
 
-def _join_cpu(out, shared, gate):
+def _join_kernel(out, shared, gate):
     result = _alloc.empty(shared.shape, shared.dtype, shared.device)
     _amcore.shared_expert_forward(result, out, shared, gate)
     return result
 
 
-def _join_backward_cpu(dout, shared, gate):
+def _join_backward_kernel(dout, shared, gate):
     dshared = _alloc.empty(shared.shape, shared.dtype, shared.device)
     dgate = _alloc.empty(gate.shape, gate.dtype, gate.device)
     dout = dout if dout.shape[-1] <= 1 or dout.stride(-1) == 1 else dout.contiguous()
@@ -250,25 +250,25 @@ _moe_backward = define(
     "moe_backward(Tensor dout, Tensor? dprob_sum, Tensor hidden, Tensor router_weight, Tensor gate_up, Tensor down, "
     "Tensor? padding, Tensor logits, Tensor chosen, Tensor weights, Tensor products, bool[] need) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
-    _moe_backward_cpu,
+    _moe_backward_kernel,
     _moe_backward_fake,
 )
 _moe = define(
     "moe(Tensor hidden, Tensor router_weight, Tensor gate_up, Tensor down, Tensor? padding, int top_k, bool keep) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _moe_cpu,
+    _moe_kernel,
     _moe_fake,
     setup=_moe_setup,
     backward=_moe_derivative,
 )
 _join_backward = define(
     "add_shared_expert_backward(Tensor dout, Tensor shared, Tensor gate) -> (Tensor, Tensor)",
-    _join_backward_cpu,
+    _join_backward_kernel,
     lambda dout, shared, gate: (shared.new_empty(shared.shape), gate.new_empty(gate.shape)),
 )
 _join = define(
     "add_shared_expert(Tensor out, Tensor shared, Tensor gate) -> Tensor",
-    _join_cpu,
+    _join_kernel,
     lambda out, shared, gate: shared.new_empty(shared.shape),
     setup=_join_setup,
     backward=lambda ctx, dout: (dout, *_join_backward(dout, *ctx.saved_tensors)),

@@ -6,6 +6,12 @@
 #include "am_rows.h"
 #include "moe_plan.h"
 
+#ifndef AM_WITH_CUDA
+#define am_cuda_moe_plan(a, row, bytes) am_no_cuda("moe")
+#define am_cuda_moe_forward(a, ex) am_no_cuda("moe")
+#define am_cuda_moe_backward(a, ex) am_no_cuda("moe")
+#endif
+
 /* `extents` of `ndim` axes, in the dtype. */
 static am_status check_tensor(const char *name, const am_tensor *t, am_dtype dtype, int ndim, const int64_t *extents)
 {
@@ -73,7 +79,7 @@ static am_status check_experts(const am_moe_args *a, int64_t experts)
 }
 
 /* The inputs of the whole layer, or of the half whose weights are given. */
-static am_status check_inputs(const am_moe_args *a, const am_exec *ex)
+static am_status check_inputs(const am_moe_args *a)
 {
     const am_tensor *const x = &a->hidden;
     AM_CHECK(x->dtype == AM_F32 || x->dtype == AM_BF16, AM_ERR_DTYPE,
@@ -87,7 +93,6 @@ static am_status check_inputs(const am_moe_args *a, const am_exec *ex)
         AM_TRY(check_router(a));
     if (has(&a->down))
         AM_TRY(check_experts(a, has(&a->router_weight) ? a->router_weight.shape[0] : a->down.shape[0]));
-    AM_CHECK(ex->dev == AM_DEV_CPU, AM_ERR_UNSUPPORTED, "moe: there is a CPU kernel only, the tensors are on CUDA");
     return AM_OK;
 }
 
@@ -142,8 +147,7 @@ static am_status check_router_grad(const am_moe_args *a)
 {
     AM_TRY(check_logits(a));
     AM_TRY(check_own("dprob_sum", &a->dprob_sum, true, AM_F32, 1, a->router_weight.shape));
-    AM_TRY(check_own("drouter", &a->drouter, true, a->hidden.dtype, 2, a->router_weight.shape));
-    return check_chosen(a, a->router_weight.shape[0], false);
+    return check_own("drouter", &a->drouter, true, a->hidden.dtype, 2, a->router_weight.shape);
 }
 
 static am_status check_experts_grad(const am_moe_args *a)
@@ -182,9 +186,22 @@ am_status am_moe_workspace(am_moe_args *a, const am_exec *ex)
 {
     moe_job job;
     size_t bytes = 0;
-    AM_TRY(check_inputs(a, ex));
-    moe_plan(a, pick_row(a->hidden.dtype), a->backward, &job, &bytes);
+    AM_TRY(check_inputs(a));
+    if (ex->dev == AM_DEV_CPU)
+        moe_plan(a, pick_row(a->hidden.dtype), a->backward, &job, &bytes);
+    else
+        AM_TRY(am_cuda_moe_plan(a, &a->row, &bytes));
     a->workspace_bytes = (int64_t)bytes;
+    return AM_OK;
+}
+
+am_status am_moe_row(am_moe_args *a, const am_exec *ex)
+{
+    size_t bytes = 0;
+    AM_TRY(check_inputs(a));
+    if (ex->dev != AM_DEV_CPU)
+        return am_cuda_moe_plan(a, &a->row, &bytes);
+    a->row = pick_row(a->hidden.dtype)->name;
     return AM_OK;
 }
 
@@ -262,12 +279,14 @@ static void run_gradients(moe_job *job)
 am_status am_moe_forward(am_moe_args *a, const am_exec *ex)
 {
     moe_job job;
-    AM_TRY(check_inputs(a, ex));
+    AM_TRY(check_inputs(a));
     AM_TRY(check_choice(a));
     AM_TRY(check_logits(a));
     AM_TRY(check_counts(a));
     AM_TRY(check_products(a, true));
     AM_TRY(check_out(a));
+    if (ex->dev != AM_DEV_CPU)
+        return am_cuda_moe_forward(a, ex);
     AM_TRY(start(a, false, &job));
     route(&job);
     run_experts(&job);
@@ -277,10 +296,12 @@ am_status am_moe_forward(am_moe_args *a, const am_exec *ex)
 am_status am_moe_route_forward(am_moe_args *a, const am_exec *ex)
 {
     moe_job job;
-    AM_TRY(check_inputs(a, ex));
+    AM_TRY(check_inputs(a));
     AM_TRY(check_choice(a));
     AM_TRY(check_logits(a));
     AM_TRY(check_counts(a));
+    if (ex->dev != AM_DEV_CPU)
+        return am_cuda_moe_forward(a, ex);
     AM_TRY(start(a, false, &job));
     route(&job);
     return AM_OK;
@@ -289,10 +310,12 @@ am_status am_moe_route_forward(am_moe_args *a, const am_exec *ex)
 am_status am_moe_experts_forward(am_moe_args *a, const am_exec *ex)
 {
     moe_job job;
-    AM_TRY(check_inputs(a, ex));
+    AM_TRY(check_inputs(a));
     AM_TRY(check_choice(a));
     AM_TRY(check_products(a, true));
     AM_TRY(check_out(a));
+    if (ex->dev != AM_DEV_CPU)
+        return am_cuda_moe_forward(a, ex);
     AM_TRY(check_chosen(a, a->down.shape[0], true));
     AM_TRY(start(a, false, &job));
     moe_sort(&job);
@@ -303,11 +326,14 @@ am_status am_moe_experts_forward(am_moe_args *a, const am_exec *ex)
 am_status am_moe_backward(am_moe_args *a, const am_exec *ex)
 {
     moe_job job;
-    AM_TRY(check_inputs(a, ex));
+    AM_TRY(check_inputs(a));
     AM_TRY(check_choice(a));
     AM_TRY(check_router_grad(a));
     AM_TRY(check_experts_grad(a));
     AM_TRY(check_dhidden(a));
+    if (ex->dev != AM_DEV_CPU)
+        return am_cuda_moe_backward(a, ex);
+    AM_TRY(check_chosen(a, a->router_weight.shape[0], false));
     AM_TRY(start(a, true, &job));
     moe_sort(&job);
     moe_run(&job, MOE_ACT_GRAD);
@@ -319,11 +345,14 @@ am_status am_moe_backward(am_moe_args *a, const am_exec *ex)
 am_status am_moe_route_backward(am_moe_args *a, const am_exec *ex)
 {
     moe_job job;
-    AM_TRY(check_inputs(a, ex));
+    AM_TRY(check_inputs(a));
     AM_TRY(check_choice(a));
     AM_TRY(check_router_grad(a));
     AM_TRY(check_dweights(a, false));
     AM_TRY(check_dhidden(a));
+    if (ex->dev != AM_DEV_CPU)
+        return am_cuda_moe_backward(a, ex);
+    AM_TRY(check_chosen(a, a->router_weight.shape[0], false));
     AM_TRY(start(a, true, &job));
     moe_run(&job, MOE_ROUTE_GRAD);
     run_gradients(&job);
@@ -333,12 +362,14 @@ am_status am_moe_route_backward(am_moe_args *a, const am_exec *ex)
 am_status am_moe_experts_backward(am_moe_args *a, const am_exec *ex)
 {
     moe_job job;
-    AM_TRY(check_inputs(a, ex));
+    AM_TRY(check_inputs(a));
     AM_TRY(check_choice(a));
     AM_TRY(check_experts_grad(a));
-    AM_TRY(check_chosen(a, a->down.shape[0], true));
     AM_TRY(check_dweights(a, true));
     AM_TRY(check_dhidden(a));
+    if (ex->dev != AM_DEV_CPU)
+        return am_cuda_moe_backward(a, ex);
+    AM_TRY(check_chosen(a, a->down.shape[0], true));
     AM_TRY(start(a, true, &job));
     moe_sort(&job);
     moe_run(&job, MOE_ACT_GRAD);

@@ -12,7 +12,12 @@
  * output are 0 (chosen: -1). A row's results depend on that row alone, to the bit, and nothing on the number of
  * threads.
  *
- * Chosen pairs of token and expert are sorted by expert, then token; row r of products belongs to the r-th of them.
+ * Chosen pairs of token and expert are sorted by expert, then token; row r of products belongs to the r-th of them. A
+ * token's choices are different experts.
+ *
+ * On CUDA y_e, and what an expert adds to hidden's gradient, are rounded to hidden's dtype before they are added, and
+ * out is added in the order of choice; a choice outside of the experts counts as none, since nobody waits to look.
+ *
  * Tensors of T, E or H rows may have any strides whose last axis is contiguous; those of the lower half are contiguous.
  *
  * Where experts live on other ranks the two halves run apart, each with the tensors of the other left out:
@@ -53,13 +58,18 @@ typedef struct am_moe_args {
     am_tensor ddown;         /* [E, H, I]   backward: out */
     am_tensor workspace;     /* [bytes] u8  scratch, any contents */
     int64_t top_k;           /* 1 to E */
-    bool backward;           /* workspace: of which pass */
+    bool backward;           /* workspace, row: of which pass */
     int64_t workspace_bytes; /* workspace: out */
+    const char *row;         /* row: out */
 } am_moe_args;
 
 /* Bytes of scratch that the pass needs; reads the shapes of the inputs, top_k and backward. Without router_weight: of
  * the experts' pass, without gate_up and down: of the router's. */
 am_status am_moe_workspace(am_moe_args *a, const am_exec *ex);
+
+/* The name of the kernels that make the experts' products, or the router's where there are no experts; reads the same.
+ */
+am_status am_moe_row(am_moe_args *a, const am_exec *ex);
 
 am_status am_moe_forward(am_moe_args *a, const am_exec *ex);
 am_status am_moe_backward(am_moe_args *a, const am_exec *ex);
@@ -81,5 +91,11 @@ typedef struct am_shared_expert_args { /* f32 or bf16, one dtype, last axis cont
 
 am_status am_shared_expert_forward(am_shared_expert_args *a, const am_exec *ex);
 am_status am_shared_expert_backward(am_shared_expert_args *a, const am_exec *ex);
+
+/* csrc/cuda/moe: of checked arguments; forward and backward of the layer, or of the half whose weights are given. */
+am_status am_cuda_moe_plan(const am_moe_args *a, const char **row, size_t *bytes);
+am_status am_cuda_moe_forward(const am_moe_args *a, const am_exec *ex);
+am_status am_cuda_moe_backward(const am_moe_args *a, const am_exec *ex);
+am_status am_cuda_shared_expert(const am_shared_expert_args *a, const am_exec *ex);
 
 #endif

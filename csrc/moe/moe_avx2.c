@@ -38,4 +38,4 @@ static inline void transpose(word *restrict to, int64_t to_row, const word *rest
 
 #include "moe_cpu.inc"
 
-const moe_row am_moe_avx2 = MOE_KERNELS;
+const moe_row am_moe_avx2 = MOE_KERNELS("avx2");

@@ -18,4 +18,4 @@
 
 #include "moe_cpu.inc"
 
-const moe_row am_moe_avx512 = MOE_KERNELS;
+const moe_row am_moe_avx512 = MOE_KERNELS("avx512");

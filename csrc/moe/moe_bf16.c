@@ -19,4 +19,4 @@
 
 #include "moe_cpu.inc"
 
-const moe_row am_moe_bf16 = MOE_KERNELS;
+const moe_row am_moe_bf16 = MOE_KERNELS("avx512_bf16");

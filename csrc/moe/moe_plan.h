@@ -50,6 +50,7 @@ typedef struct moe_job moe_job;
 typedef void (*moe_fn)(const moe_job *, const moe_task *, const moe_buffers *);
 
 typedef struct moe_row { /* the kernels of one instruction set */
+    const char *name;
     int ku, nr, mr, grain;
     moe_fn run[MOE_KINDS];
 } moe_row;

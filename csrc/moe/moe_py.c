@@ -12,6 +12,13 @@ AM_PY_OP_RESULT(moe_workspace, am_moe_workspace, am_moe_args, bytes_result, {"hi
                 {"|down", AM_PY_IN, &a.down}, {"|padding", AM_PY_IN, &a.padding}, {"$top_k", AM_PY_I64, &a.top_k},
                 {"$backward", AM_PY_BOOL, &a.backward})
 
+static PyObject *row_result(am_moe_args *a) { return PyErr_Occurred() ? NULL : PyUnicode_FromString(a->row); }
+
+AM_PY_OP_RESULT(moe_row, am_moe_row, am_moe_args, row_result, {"hidden", AM_PY_IN, &a.hidden},
+                {"|router_weight", AM_PY_IN, &a.router_weight}, {"|gate_up", AM_PY_IN, &a.gate_up},
+                {"|down", AM_PY_IN, &a.down}, {"|padding", AM_PY_IN, &a.padding}, {"$top_k", AM_PY_I64, &a.top_k},
+                {"$backward", AM_PY_BOOL, &a.backward})
+
 AM_PY_OP(moe_forward, am_moe_forward, am_moe_args, {"out", AM_PY_OUT, &a.out}, {"load", AM_PY_OUT, &a.load},
          {"prob_sum", AM_PY_OUT, &a.prob_sum}, {"real_rows", AM_PY_OUT, &a.real_rows}, {"logits", AM_PY_OUT, &a.logits},
          {"chosen", AM_PY_OUT, &a.chosen}, {"weights", AM_PY_OUT, &a.weights}, {"workspace", AM_PY_OUT, &a.workspace},
@@ -63,6 +70,9 @@ PyMethodDef am_moe_methods[] = {
     AM_PY_METHOD(moe_workspace,
                  "moe_workspace(hidden, router_weight=None, gate_up=None, down=None, padding=None, *, top_k, backward)"
                  "\n--\n\nBytes of scratch that a pass needs: of the layer, or of the half whose weights are given."),
+    AM_PY_METHOD(moe_row,
+                 "moe_row(hidden, router_weight=None, gate_up=None, down=None, padding=None, *, top_k, backward)"
+                 "\n--\n\nThe name of the kernels that make the experts' products, without experts the router's."),
     AM_PY_METHOD(moe_forward,
                  "moe_forward(out, load, prob_sum, real_rows, logits, chosen, weights, workspace, hidden, "
                  "router_weight, gate_up, down, padding=None, products=None, *, top_k)\n--\n\nRouted experts, and what "

@@ -20,4 +20,4 @@ static inline void transpose(word *to, int64_t to_row, const word *from, int64_t
 
 #include "moe_cpu.inc"
 
-const moe_row am_moe_scalar = MOE_KERNELS;
+const moe_row am_moe_scalar = MOE_KERNELS("scalar");

@@ -26,6 +26,10 @@ typedef struct shared_row {
 static void (*const forward_row[AM_ISA_COUNT])(const shared_row *) = BY_ISA(join_row);
 static void (*const backward_row[AM_ISA_COUNT])(const shared_row *) = BY_ISA(join_grad_row);
 
+#ifndef AM_WITH_CUDA
+#define am_cuda_shared_expert(a, ex) am_no_cuda("add_shared_expert")
+#endif
+
 static am_status check_like(const char *name, const am_tensor *t, const am_tensor *like)
 {
     AM_CHECK(t->dtype == like->dtype, AM_ERR_DTYPE, "add_shared_expert: %s is %s, shared is %s", name,
@@ -51,12 +55,10 @@ static am_status check_gate(const char *name, const am_tensor *t, const am_tenso
     return AM_OK;
 }
 
-static am_status check(const am_shared_expert_args *a, const am_exec *ex)
+static am_status check(const am_shared_expert_args *a)
 {
     AM_CHECK(a->shared.dtype == AM_F32 || a->shared.dtype == AM_BF16, AM_ERR_DTYPE,
              "add_shared_expert: shared is %s, float32 or bfloat16 is needed", am_dtype_name(a->shared.dtype));
-    AM_CHECK(ex->dev == AM_DEV_CPU, AM_ERR_UNSUPPORTED,
-             "add_shared_expert: there is a CPU kernel only, the tensors are on CUDA");
     AM_TRY(check_like("shared", &a->shared, &a->shared));
     AM_TRY(check_gate("gate", &a->gate, &a->shared));
     if (!a->backward) {
@@ -94,7 +96,9 @@ static void rows(int64_t begin, int64_t end, void *ctx)
 static am_status run(am_shared_expert_args *a, const am_exec *ex, bool backward)
 {
     a->backward = backward;
-    AM_TRY(check(a, ex));
+    AM_TRY(check(a));
+    if (ex->dev != AM_DEV_CPU)
+        return am_cuda_shared_expert(a, ex);
     const int64_t n = a->shared.shape[1];
     am_parallel_for(a->shared.shape[0], n > 0 && n < GRAIN_ELEMENTS ? GRAIN_ELEMENTS / n : 1, rows, a);
     return AM_OK;

@@ -444,7 +444,8 @@ def moe_calls():
     wrong = [("top_k", ValueError, "top_k", 3), ("padding", TypeError, -1, f(3))]
     settings = {"top_k": 1, "backward": False}
     shape = lambda at: ("shape", ValueError, at, f(2, 4, 5))  # noqa: E731
-    yield from variants("moe_workspace", inputs, settings, [*wrong, shape(3)])
+    for name in ("moe_workspace", "moe_row"):
+        yield from variants(name, inputs, settings, [*wrong, shape(3)])
     kept = [f(3, 2), f(3, 1, dtype=torch.int32), f(3, 1)]
     scratch = lambda: torch.zeros(1 << 16, dtype=torch.uint8)  # noqa: E731
     outputs = [f(3, 4), integers(0, 0), f(2), lambda: torch.tensor(0), *kept, scratch]

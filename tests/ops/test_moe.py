@@ -35,7 +35,7 @@ def problem(tokens, size, inner, experts, k, dtype=torch.float32, scale=1.0):
 
 def naive(hidden, router_weight, gate_up, down, *, top_k, padding=None):
     """transformers' eager router and experts; (out, sum of probabilities), like `ours`."""
-    real = torch.ones(len(hidden), dtype=torch.bool) if padding is None else ~padding
+    real = torch.ones(len(hidden), dtype=torch.bool, device=hidden.device) if padding is None else ~padding
     x = hidden[real]
     p = F.softmax(F.linear(x, router_weight), dtype=torch.float, dim=-1)
     weights, chosen = torch.topk(p, top_k, dim=-1)
@@ -68,7 +68,7 @@ def run(function, inputs, upstream, **options):
 
 
 def upstream_of(inputs):
-    return [torch.randn(inputs[0].shape).to(inputs[0].dtype), torch.randn(len(inputs[1]))]
+    return [torch.randn(inputs[0].shape).to(inputs[0]), torch.randn(len(inputs[1])).to(inputs[0].device)]
 
 
 def plain_run(inputs, seed=0, **options):

@@ -72,6 +72,46 @@ __device__ inline void tma_load_3d(void *to, const CUtensorMap *map, uint64_t *b
         : "memory");
 }
 
+/* The same into this place of every block of the cluster that `blocks` has a bit of, each with its own barrier. */
+__device__ inline void tma_load_3d_multicast(void *to, const CUtensorMap *map, uint64_t *bar, int x, int y, int z,
+                                             uint16_t blocks)
+{
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+                 "[%1, {%3, %4, %5}], [%2], %6;" ::"r"(smem_address(to)),
+                 "l"(map), "r"(smem_address(bar)), "r"(x), "r"(y), "r"(z), "h"(blocks)
+                 : "memory");
+}
+
+/* Clusters of blocks. */
+
+__device__ inline uint32_t cluster_rank()
+{
+    uint32_t rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+/* All threads of the cluster, which may have diverged. */
+__device__ inline void cluster_sync()
+{
+    asm volatile("barrier.cluster.arrive.release;\n"
+                 "barrier.cluster.wait.acquire;" ::
+                     : "memory");
+}
+
+/* Arrives at the barrier in this place of block `rank` of the cluster. Orders nothing but what the block itself sees:
+ * with the cluster's scope every arrival would wait for all stores before it. */
+__device__ inline void mbarrier_arrive_at(uint64_t *bar, uint32_t rank)
+{
+    asm volatile("{\n"
+                 ".reg .b32 there;\n"
+                 "mapa.shared::cluster.u32 there, %0, %1;\n"
+                 "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
+                 "}" ::"r"(smem_address(bar)),
+                 "r"(rank)
+                 : "memory");
+}
+
 /* Ordinary stores before it are seen by copies and matrix products after it. */
 __device__ inline void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
