@@ -58,8 +58,8 @@ def attends_here(self):
 def _plan(self, tokens, position_ids, mask, cu_seqlens, router_logits):
     shape = tuple(tokens.shape[:2])
     deciding, positions = three_axes(position_ids, shape, tokens.device)
-    pack = find_documents(shape, position_ids=deciding, attention_mask=mask, cu_seqlens=cu_seqlens)
-    plan = TextPlan(pack.to(tokens.device), shape, positions.reshape(3, -1), rope_settings(self.config)[0], router_logits)
+    pack = find_documents(shape, position_ids=deciding, attention_mask=mask, cu_seqlens=cu_seqlens).to(tokens.device)
+    plan = TextPlan(pack, shape, positions.reshape(3, -1), rope_settings(self.config)[0], router_logits)
     if plan.packed:
         _refuse_packs(self)
     return plan, positions
