@@ -26,7 +26,8 @@ rate); the same bits every time, which FA3's are not. TFLOP/s at head dim 256 on
                                                          the forward pass gained 1 to 5 % by it)
   dk and dv by three stages of 48 rows, not two of 64    416, 429, 290: the copies' latency was not what it waits for
   two key tiles in a cluster, rows sent to both at once  348, 362, 237: half of the reads of L2, but with two stages a
-                                                         block waits for the other's slower warpgroup
+                                                         block waits for the other's slower warpgroup; not tried with
+                                                         arrivals that do not wait for stores before them
 dq runs at 790 TFLOP/s on 8K, dk and dv at 525 to 550: that pass is the one to change.
 """
 
