@@ -102,11 +102,28 @@ def attention_backward(
 
 # exchange
 def exchange_plan(
-    docs: Index, owners: Index, *, tokens: int, ranks: int, prices: Sequence[float], scheme: str, causal: bool
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], tuple[tuple[float, float], ...], int]: ...
-def exchange_copy(out: Tensor, x: Tensor, moves: Index, *, reverse: bool) -> None: ...
+    docs: Index,
+    owners: Index,
+    *,
+    tokens: int,
+    ranks: int,
+    heads: int,
+    kv_heads: int,
+    prices: Sequence[float],
+    scheme: str,
+    causal: bool,
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], tuple[tuple[float, float, int], ...], int]: ...
+def exchange_copy(out: Tensor, x: Tensor, moves: Index, *, reverse: bool, runs: bool) -> None: ...
 def exchange_sum(
-    out: Tensor, x: Tensor, own: Tensor, moves: Index, own_moves: Index, *, own_after: int, reverse: bool
+    out: Tensor,
+    x: Tensor,
+    own: Tensor,
+    moves: Index,
+    own_moves: Index,
+    *,
+    own_after: int,
+    reverse: bool,
+    runs: bool,
 ) -> None: ...
 
 # conv

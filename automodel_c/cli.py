@@ -59,7 +59,7 @@ def _parser():
 
 _EXPORT = "Writes the model of a training checkpoint as a directory that transformers and models.qwen3_5.load read."
 _BENCH = "Runs benchmarks of a source checkout: each checks every contestant, then times them interleaved."
-_PLAN = "Plans the attention of one pack over ranks: who computes what, what travels, and why rows migrate or stay."
+_PLAN = "Plans the attention of one pack over ranks: who computes what, what travels, and why."
 
 
 def _add_plan(plan):
@@ -70,7 +70,7 @@ def _add_plan(plan):
     plan.add_argument("--dim", type=_positive, default=256, metavar="D", help="of a head (256)")
     plan.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     plan.add_argument("--layout", choices=("contiguous", "round_robin"), default="contiguous")
-    plan.add_argument("--scheme", choices=("auto", "home", "balanced"), default="auto")
+    plan.add_argument("--scheme", choices=("auto", "home", "balanced", "heads"), default="auto")
     plan.add_argument("--full", action="store_true", help="attention that is not causal")
     plan.set_defaults(run=_plan)
 

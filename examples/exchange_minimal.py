@@ -20,7 +20,7 @@ def main():
     weight = torch.randn(DIM, DIM) / DIM**0.5
 
     cp = ContextParallel(dist.group.WORLD)
-    plan = cp.plan(cu_seqlens=cu_seqlens, scheme="balanced")
+    plan = cp.plan(cu_seqlens=cu_seqlens, scheme="heads")
 
     def layer(x):
         q = x @ weight

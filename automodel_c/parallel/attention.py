@@ -11,8 +11,9 @@ from .plan import in_use
 def attention(q, k, v, plan, *, causal=True, scale=None):
     """`ops.attention` inside every document of the whole pack, from local shards to a local shard.
 
-    Keys and values that a rank's tasks need come in one exchange; query rows of overloaded ranks migrate and their
-    outputs come home (`ContextParallel.plan`, ``scheme``). Gradients take the same ways back.
+    Keys and values that a rank's tasks need come in one exchange; query rows of overloaded ranks migrate, or heads of
+    long documents are split over ranks, and outputs come home (`ContextParallel.plan`, ``scheme``). Gradients take the
+    same ways back.
 
     Args:
         q: [local, Hq, D] float32 or bfloat16, last axis contiguous; this rank's shard.
@@ -34,17 +35,38 @@ def attention(q, k, v, plan, *, causal=True, scale=None):
 def _attention(q, k, v, plan, causal, scale):
     heads, dim = q.shape[1:]
     work = plan.attention(heads, k.shape[1], dim, q.dtype, causal=causal)
-    if not work.apart:
-        k, v = exchange(torch.stack((k, v), dim=1), work.keys, plan.group).unbind(1)
+    if work.apart:
+        sections = [(k, v)]
+    else:
+        arrived = exchange(_rows(torch.stack((k, v), dim=2), work), work.keys, plan.group)
+        sections = [pair.unbind(2) for pair in _cut(arrived, work.sections, work)]
     if work.stays:
-        ((_, docs, docs_k),) = work.rounds
-        return attend(q, k, v, docs, docs_k, causal=causal, scale=scale)[0]
-    parts = exchange(q, work.queries, plan.group).split([rows for rows, _, _ in work.rounds])
+        parts = [q]
+    else:
+        arrived = exchange(_rows(q, work), work.queries, plan.group)
+        parts = _cut(arrived, [(part.rows, part.heads) for part in work.parts], work)
     outs = [
-        attend(part, k, v, docs, docs_k, causal=causal, scale=scale)[0]
-        for part, (_, docs, docs_k) in zip(parts, work.rounds, strict=True)
+        attend(x, *sections[part.section], part.docs, part.docs_k, causal=causal, scale=scale)[0]
+        for x, part in zip(parts, work.parts, strict=True)
     ]
-    return exchange(torch.cat(outs) if len(outs) > 1 else outs[0], work.outputs, plan.group)
+    if work.stays:
+        return outs[0]
+    outs = [_rows(out, work) for out in outs]
+    home = exchange(torch.cat(outs) if len(outs) > 1 else outs[0], work.outputs, plan.group)
+    return home.unflatten(0, (-1, heads)) if work.split else home
+
+
+def _rows(x, work):
+    """[T, heads, ..] as the plan's routes take it: [T heads, ..] where groups of heads travel."""
+    return x.flatten(0, 1) if work.split else x
+
+
+def _cut(x, shapes, work):
+    """A buffer as its parts [rows, heads, ..], of all (rows, heads)."""
+    if not work.split:
+        return x.split([rows for rows, _ in shapes])
+    parts = x.split([rows * heads for rows, heads in shapes])
+    return [part.unflatten(0, shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _check(q, k, v, plan):

@@ -40,7 +40,9 @@ class ContextParallel:
             layout: "contiguous", rank r holds rows [r T, (r + 1) T); "round_robin": of 2 * ranks chunks, rank r holds
                 chunks r and 2 * ranks - 1 - r.
             scheme: where attention is computed: "home", by who holds the query rows; "balanced", every rank within 5 %
-                of the mean; "auto", what the prices call cheapest.
+                of the mean, rows of overloaded ones migrating; "heads", the heads of long documents that lie on several
+                ranks split over the ranks, each computing all rows of its heads, the other rows as with "balanced";
+                "auto", what the prices call cheapest.
             prices: a `Prices`; the package's own measurements when None.
 
         Raises:

@@ -40,8 +40,9 @@ wire = Wire()
 class Route:
     """One rank's part of a movement of rows, from a tensor of ``rows_in`` rows into one of ``rows_out``.
 
-    ``sends``, ``receipts``, ``own``: int64 [3 n] host tensors of (row taken, row put, rows): into the buffer that is
-    sent, by destination; out of the buffer that arrives, by source; and from the rank to itself.
+    ``sends``, ``receipts``, ``own``: int64 [3 n] host tensors of (row taken, row put, rows), with ``runs`` [6 n]: and
+    how often, steps between the rows taken and between those put. Into the buffer that is sent, by destination; out of
+    the buffer that arrives, by source; and from the rank to itself.
     """
 
     sends: torch.Tensor
@@ -54,29 +55,55 @@ class Route:
     rows_out: int
     used: bool  # some rank of the group sends something
     words: str  # what it is, for people, and a digest of the whole group's moves
+    runs: bool = False
 
     @classmethod
     def of(cls, moves, rank, ranks, rows_in, rows_out, words="rows"):
         """``moves``: int64 [M, 5] of the whole group, the same on every rank: (src, dst, row at src, row at dst, rows).
 
         Rows with src == dst stay on their rank. No two moves put into the same row of a rank. ``words`` say what moves,
-        and are the same on every rank too.
+        and are the same on every rank too. [M, 8]: and how often, and the steps at src and at dst.
         """
         src, dst = moves[:, 0], moves[:, 1]
         out, back = moves[(src == rank) & (dst != rank)], moves[(dst == rank) & (src != rank)]
         out, back = (part[np.argsort(part[:, peer], kind="stable")] for part, peer in ((out, 1), (back, 0)))
+        runs = moves.shape[1] == 8
+        sent, arriving = (m[:, 4] * m[:, 5] if runs else m[:, 4] for m in (out, back))
+        sends = [out[:, 2], _starts(sent), out[:, 4]]
+        receipts = [_starts(arriving), back[:, 3], back[:, 4]]
+        if runs:  # side by side on the wire
+            sends += [out[:, 5], out[:, 6], out[:, 4]]
+            receipts += [back[:, 5], back[:, 4], back[:, 7]]
         count = functools.partial(np.bincount, minlength=ranks)
         return cls(
-            sends=triples(out[:, 2], _starts(out[:, 4]), out[:, 4]),
-            receipts=triples(_starts(back[:, 4]), back[:, 3], back[:, 4]),
+            sends=triples(*sends),
+            receipts=triples(*receipts),
             own=triples(*moves[(src == rank) & (dst == rank)][:, 2:].T),
-            send_rows=tuple(count(out[:, 1], out[:, 4]).astype(np.int64).tolist()),
-            receive_rows=tuple(count(back[:, 0], back[:, 4]).astype(np.int64).tolist()),
+            send_rows=tuple(count(out[:, 1], sent).astype(np.int64).tolist()),
+            receive_rows=tuple(count(back[:, 0], arriving).astype(np.int64).tolist()),
             own_after=int((out[:, 1] < rank).sum()),
             rows_in=rows_in,
             rows_out=rows_out,
             used=bool((src != dst).any()),
             words=f"{words} [route {zlib.crc32(np.ascontiguousarray(moves)):08x}]",
+            runs=runs,
+        )
+
+    def turned(self, rank, words):
+        """The Route of rows back to where they came from, where each went to one place."""
+        order = [1, 0, 2, 3, 5, 4] if self.runs else [1, 0, 2]
+        sends, receipts, own = (m.view(-1, len(order))[:, order] for m in (self.receipts, self.sends, self.own))
+        return dataclasses.replace(
+            self,
+            sends=sends.flatten(),
+            receipts=receipts.flatten(),
+            own=own.flatten(),
+            send_rows=self.receive_rows,
+            receive_rows=self.send_rows,
+            own_after=int((sends[:, 1] < sum(self.receive_rows[:rank])).sum()),
+            rows_in=self.rows_out,
+            rows_out=self.rows_in,
+            words=f"{words}, back along {self.words}",
         )
 
 
@@ -96,7 +123,7 @@ def exchange(x, route, group):
             raise ValueError(f"exchange: x has {x.shape[0]} rows, the route takes {route.rows_in}")
         return _rows(
             _whole_rows(x), route.sends, route.receipts, route.own, route.send_rows, route.receive_rows,
-            route.own_after, route.rows_out, route.used, group.group_name, route.words,
+            route.own_after, route.rows_out, route.used, route.runs, group.group_name, route.words,
         )  # fmt: skip
 
 
@@ -110,7 +137,7 @@ def exchange_back(x, route, group):
             raise ValueError(f"exchange_back: x has {x.shape[0]} rows, the route brought {route.rows_out}")
         return _backward(
             _whole_rows(x), route.sends, route.receipts, route.own, route.send_rows, route.receive_rows,
-            route.own_after, route.rows_in, route.used, group.group_name, route.words,
+            route.own_after, route.rows_in, route.used, route.runs, group.group_name, route.words,
         )  # fmt: skip
 
 
@@ -119,18 +146,18 @@ def _starts(rows):
 
 
 def triples(*columns):
-    """int64 [3 n] of three columns [n], as `Route` holds them."""
+    """int64 [3 n] of three columns [n], or [6 n] of six, as `Route` holds them."""
     return torch.from_numpy(np.stack(columns, axis=1).astype(np.int64).flatten())
 
 
 class _Carried:
     """Rows on their way: those of ``x`` that ``moves`` pack, ``rows_to`` each rank; ``rows_from`` each arrive."""
 
-    def __init__(self, x, moves, reverse, rows_to, rows_from, group_name, words):
+    def __init__(self, x, moves, reverse, rows_to, rows_from, runs, group_name, words):
         self.packed = _alloc.empty((sum(rows_to), *x.shape[1:]), x.dtype, x.device)
         self.arriving = _alloc.empty((sum(rows_from), *x.shape[1:]), x.dtype, x.device)
         self.messages = sum(n > 0 for n in rows_to)
-        _amcore.exchange_copy(self.packed, x, moves, reverse=reverse)
+        _amcore.exchange_copy(self.packed, x, moves, reverse=reverse, runs=runs)
         row = x.dtype.itemsize * x.shape[1:].numel()
         incoming, outgoing = (
             _bytes(buffer).split([n * row for n in rows])
@@ -172,29 +199,34 @@ def _whole_rows(x):
     return x
 
 
-def _rows_cpu(x, sends, receipts, own, send_rows, receive_rows, own_after, rows_out, used, group, words):
-    full = len(receipts) + len(own) and int(receipts[2::3].sum() + own[2::3].sum()) == rows_out
+def _rows_cpu(x, sends, receipts, own, send_rows, receive_rows, own_after, rows_out, used, runs, group, words):
+    full = len(receipts) + len(own) and _count(receipts, runs) + _count(own, runs) == rows_out
     out = _alloc.empty((rows_out, *x.shape[1:]), x.dtype, x.device)
     if not full:
         out.zero_()
-    carried = _Carried(x, sends, False, send_rows, receive_rows, group, words) if used else None
-    _amcore.exchange_copy(out, x, own, reverse=False)  # while the others travel
+    carried = _Carried(x, sends, False, send_rows, receive_rows, runs, group, words) if used else None
+    _amcore.exchange_copy(out, x, own, reverse=False, runs=runs)  # while the others travel
     if carried:
-        _amcore.exchange_copy(out, carried.arrived(), receipts, reverse=False)
+        _amcore.exchange_copy(out, carried.arrived(), receipts, reverse=False, runs=runs)
     return out
 
 
-def _backward_cpu(dout, sends, receipts, own, send_rows, receive_rows, own_after, rows_in, used, group, words):
+def _count(moves, runs):
+    return int((moves[2::6] * moves[3::6] if runs else moves[2::3]).sum())
+
+
+def _backward_cpu(dout, sends, receipts, own, send_rows, receive_rows, own_after, rows_in, used, runs, group, words):
     dx = _alloc.empty((rows_in, *dout.shape[1:]), dout.dtype, dout.device)
     words = f"gradients of {words}"
-    carried = _Carried(dout, receipts, True, receive_rows, send_rows, group, words) if used else None
+    carried = _Carried(dout, receipts, True, receive_rows, send_rows, runs, group, words) if used else None
     arrived = carried.arrived() if carried else dout[:0]
-    _amcore.exchange_sum(dx, arrived, dout, sends, own, own_after=own_after, reverse=True)
+    _amcore.exchange_sum(dx, arrived, dout, sends, own, own_after=own_after, reverse=True, runs=runs)
     return dx
 
 
 def _setup(ctx, inputs, output):
-    x, sends, receipts, own, ctx.send_rows, ctx.receive_rows, ctx.own_after, _, ctx.used, ctx.group, ctx.words = inputs
+    x, sends, receipts, own, ctx.send_rows, ctx.receive_rows, ctx.own_after, _, ctx.used, *rest = inputs
+    ctx.runs, ctx.group, ctx.words = rest
     ctx.rows_in = x.shape[0]
     ctx.save_for_backward(sends, receipts, own)
 
@@ -205,20 +237,20 @@ def _turned(other):
     def derivative(ctx, dout):
         dx = other()(
             _whole_rows(dout), *ctx.saved_tensors, ctx.send_rows, ctx.receive_rows, ctx.own_after, ctx.rows_in,
-            ctx.used, ctx.group, ctx.words,
+            ctx.used, ctx.runs, ctx.group, ctx.words,
         )  # fmt: skip
-        return dx, *(None,) * 10
+        return dx, *(None,) * 11
 
     return derivative
 
 
-def _fake(x, sends, receipts, own, send_rows, receive_rows, own_after, rows, used, group, words):
+def _fake(x, sends, receipts, own, send_rows, receive_rows, own_after, rows, used, runs, group, words):
     return x.new_empty((rows, *x.shape[1:]))
 
 
 _ARGUMENTS = (
     "Tensor sends, Tensor receipts, Tensor own, int[] send_rows, int[] receive_rows, int own_after, "
-    "int rows, bool used, str group, str words) -> Tensor"
+    "int rows, bool used, bool runs, str group, str words) -> Tensor"
 )
 _rows = define(
     f"exchange_rows(Tensor x, {_ARGUMENTS}", _rows_cpu, _fake, setup=_setup, backward=_turned(lambda: _backward)

@@ -13,28 +13,44 @@ def rows_of_ranks(owners, tokens, ranks):
 
 
 def scores(docs, doc, begin, end, causal):
-    """Scores that query rows [begin, end) of a document take."""
+    """Scores that query rows [begin, end) of a document take, of one head."""
     start, stop = map(int, docs[doc])
     return sum(row - start + 1 for row in range(begin, end)) if causal else (end - begin) * (stop - start)
 
 
-def needed_keys(docs, tasks, rank, causal):
-    """The set of key rows that a rank's tasks read; tasks: (rank, doc, begin, end, ...)."""
+def key_heads(task, heads, kv_heads):
+    """Key heads that a task (rank, doc, .., head, heads) reads: query head h reads h // (heads // kv_heads)."""
+    return sorted({h // (heads // kv_heads) for h in range(task[-2], task[-2] + task[-1])})
+
+
+def needed_keys(docs, tasks, rank, causal, heads=1, kv_heads=1):
+    """The set of row * kv_heads + key head that a rank's tasks read.
+
+    tasks: (rank, doc, begin, end, .., head, heads).
+    """
     needed = set()
     for task in tasks:
         if task[0] == rank:
             start, stop = map(int, docs[task[1]])
-            needed |= set(range(start, int(task[3]) if causal else stop))
+            rows = range(start, int(task[3]) if causal else stop)
+            needed |= {row * kv_heads + h for row in rows for h in key_heads(task, heads, kv_heads)}
     return needed
 
 
-def deliver(shards, moves, rows):
-    """Buffers [rows[dst]] of every rank after moves of (src, dst, from, to, rows); -1 where nothing went."""
-    buffers = [np.full(n, -1, dtype=np.int64) for n in rows]
-    for src, dst, begin, to, n in moves:
-        assert (buffers[dst][to : to + n] == -1).all(), "a row is written once"
-        buffers[dst][to : to + n] = shards[src][begin : begin + n]
+def deliver(shards, moves, sizes, heads=1):
+    """Buffers [sizes[dst]] of row * heads + head after moves of (src, dst, from, to, rows, head, heads); else -1."""
+    buffers = [np.full(n, -1, dtype=np.int64) for n in sizes]
+    for src, dst, begin, to, n, head, some in moves:
+        for i in range(n):
+            place = buffers[dst][to + i * some : to + (i + 1) * some]
+            assert (place == -1).all(), "a row is written once"
+            place[:] = shards[src][begin + i] * heads + np.arange(head, head + some)
     return buffers
+
+
+def single(moves):
+    """Moves of (from, to, rows, runs, step of from, step of to) as moves of (from, to, rows), in order."""
+    return [(m[0] + i * m[4], m[1] + i * m[5], m[2]) for m in moves for i in range(m[3])]
 
 
 def copy(out, x, moves):

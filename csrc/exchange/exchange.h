@@ -3,17 +3,25 @@
  * Tokens [0, T) of a pack are cut into C equal chunks; chunk c belongs to rank owners[c], and a rank's rows are its
  * chunks laid end to end. Nothing moves between ranks here: the caller carries the packed rows.
  *
- * exchange_plan. Attention of the documents becomes tasks: one rank, query rows [begin, end) of one document, and the
- * document's keys up to `end` (causal) or all of them. A task costs its scores,
+ * exchange_plan. Attention of the documents becomes tasks: one rank, query rows [begin, end) of one document, the
+ * document's keys up to `end` (causal) or all of them, and a group of query heads, with the key heads that it reads. A
+ * task costs its share of the heads of its scores,
  *     sum over i in [begin, end) of (i - start + 1)      or      (end - begin) * (stop - start).
  *   home      every rank computes the rows that it holds
  *   balanced  a rank whose cost is above LIMIT times the mean (and by no mere scrap) gives row blocks away, costliest
  *             rows first, each to the rank below the limit that makes the least traffic for the work it takes; LIMIT is
  *             1.02
- *   auto      the cheapest of home and of LIMITs 2, 1.5, 1.25, 1.1, 1.02, by
+ *   heads     every head of the documents that lie on more than one rank and cost more than SHARE times the mean
+ *             goes to the rank with the least work so far, of those that hold some of the document while any has room;
+ *             heads of a rank are consecutive, and it computes all their rows. Other documents stay home, or give rows
+ *             away as above. Of SHARES 1, 1/4, 1/16, each with LIMIT 1.02 and without, it is the cheapest that leaves
+ *             nobody more than 1.05 of the mean; where none does, the most even: of a single document some rank has
+ *             ceil(heads / ranks) heads
+ *   auto      the cheapest of home, of LIMITs 2, 1.5, 1.25, 1.1, 1.02, and of what heads tries, by
  *                 seconds = price[0] * largest cost + largest traffic of a rank,
- *                 traffic = price[1] * query rows + price[2] * key rows + price[3] * messages, in and out
- * Every key row goes to a rank once at most, however many of its tasks read it.
+ *                 traffic = price[1] * query rows + price[2] * key rows + price[3] * messages, in and out,
+ *             a row of some heads counting as its share of a row
+ * A key head's row goes to a rank once at most, however many of its tasks read it.
  *
  * exchange_copy: out[to + i] = x[from + i].   exchange_sum: out[to + i] = sum of x[from + i], in a fixed order.
  */
@@ -22,7 +30,13 @@
 
 #include "am_exec.h"
 
-enum { AM_EXCHANGE_TRIES = 6, AM_EXCHANGE_TASK = 8, AM_EXCHANGE_MOVE = 5 };
+enum { AM_EXCHANGE_TRIES = 12, AM_EXCHANGE_TASK = 10, AM_EXCHANGE_MOVE = 7 };
+
+typedef struct am_exchange_try {
+    double limit;   /* infinity: rows stay home */
+    double seconds; /* predicted */
+    int64_t split;  /* documents whose heads are split */
+} am_exchange_try;
 
 typedef struct am_exchange_list {
     int64_t *data; /* [n, width], allocated here with malloc */
@@ -30,22 +44,27 @@ typedef struct am_exchange_list {
 } am_exchange_list;
 
 typedef struct am_exchange_plan_args {
-    am_exchange_list tasks;   /* [n, 8] out: rank, doc, begin, end, round, query_at, key_at, keys; by rank and begin */
-    am_exchange_list keys;    /* [m, 5] out: src, dst, from, to, rows: local rows of src -> the key buffer of dst */
-    am_exchange_list queries; /* [p, 5] out: the same for query rows -> the query buffer of dst; src == dst too */
-    double tried[AM_EXCHANGE_TRIES][2]; /* out: LIMIT (infinity: home) and predicted seconds */
-    int64_t n_tried, chosen;            /* out */
-    am_i64_array docs;                  /* [2 N] start and stop of each document, ascending, at most tokens */
-    am_i64_array owners;                /* [C] in [0, ranks) */
-    am_f64_array prices;                /* [4] seconds of a score, a query row, a key row, a message; >= 0 */
-    int64_t tokens;                     /* a multiple of C */
-    int64_t ranks;                      /* >= 1 */
+    am_exchange_list tasks; /* [n, 10] out: rank, doc, begin, end, round, query_at, key_at, keys, head, heads; by rank,
+                               begin and head */
+    am_exchange_list keys;  /* [m, 7] out: src, dst, from, to, rows, head, heads: [head, head + heads) of local rows
+                               from `from` at src -> the key buffer of dst, row after row from its head `to` on */
+    am_exchange_list queries; /* [p, 7] out: the same for query rows -> the query buffer of dst; src == dst too */
+    am_exchange_try tried[AM_EXCHANGE_TRIES]; /* out */
+    int64_t n_tried, chosen;                  /* out */
+    am_i64_array docs;                        /* [2 N] start and stop of each document, ascending, at most tokens */
+    am_i64_array owners;                      /* [C] in [0, ranks) */
+    am_f64_array prices;                      /* [4] seconds of a score, a query row, a key row, a message; >= 0 */
+    int64_t tokens;                           /* a multiple of C */
+    int64_t ranks;                            /* >= 1 */
+    int64_t heads, kv_heads;                  /* heads is a multiple of kv_heads; both >= 1 */
     const char *scheme;
     bool causal;
 } am_exchange_plan_args;
 
-/* A rank's query buffer is ordered by round, then by document: in a round a document comes once, and its keys lie in
- * [key_at, key_at + keys) of the key buffer. */
+/* Both buffers are counted in heads of rows. A part is tasks of one rank, round and group of heads; in it a document
+ * comes once. A group reads whole key heads, or some of the query heads of a single one. The query buffer has the parts
+ * with all heads, by round, then the others, each by document; the key buffer one section for all parts with all heads,
+ * then one for each other. keys: rows of the section that a task reads, from its head key_at on. */
 am_status am_exchange_plan(am_exchange_plan_args *a, const am_exec *ex);
 
 typedef struct am_exchange_rows_args {
@@ -53,9 +72,11 @@ typedef struct am_exchange_rows_args {
     am_tensor x;            /* [N, ...] out's dtype and trailing shape, in */
     am_tensor own;          /* exchange_sum: [O, ...] as x, a second source, in */
     am_i64_array moves;     /* [3 n] from (row of x), to (row of out), rows; no two of a copy's share rows of out */
-    am_i64_array own_moves; /* exchange_sum: [3 m] the same for own */
+    am_i64_array own_moves; /* exchange_sum: the same for own */
     int64_t own_after;      /* exchange_sum: how many of `moves` are added before own_moves */
     bool reverse;           /* the moves name out's row first: (to, from, rows) */
+    bool runs; /* moves are [6 n]: behind those, how often the rows come, and steps from one time to the next,
+                  in x and in out, in the order of the first two */
 } am_exchange_rows_args;
 
 /* Rows of out that no move names are left alone. */

@@ -35,7 +35,7 @@ static void find_held(const exchange_map *map, const exchange_split *split, int6
     memset(split->passes, 0, (size_t)map->a->ranks * sizeof *split->passes);
     for (int64_t c = start / rows; c * rows < stop; c++)
         split->held[map->a->owners.data[c]] = exchange_min(stop, (c + 1) * rows);
-    for (int64_t i = 0; i < split->n_blocks; i++) {
+    for (int64_t i = split->n_groups; i < split->n_blocks; i++) {
         const exchange_block *const b = &split->blocks[i];
         if (b->doc != doc)
             continue;
@@ -103,11 +103,12 @@ static void give(const exchange_map *map, exchange_split *split, int64_t from, c
 {
     exchange_block *const p = o->piece;
     const double cost = exchange_cost(map, p->doc, p->end - o->rows, p->end);
-    exchange_block *const last = split->n_blocks ? &split->blocks[split->n_blocks - 1] : NULL;
+    exchange_block *const last = split->n_blocks > split->n_groups ? &split->blocks[split->n_blocks - 1] : NULL;
     if (last && last->rank == o->rank && last->doc == p->doc && last->begin == p->end)
         last->begin -= o->rows;
     else
-        split->blocks[split->n_blocks++] = (exchange_block){o->rank, p->doc, p->end - o->rows, p->end};
+        split->blocks[split->n_blocks++] =
+            (exchange_block){o->rank, p->doc, p->end - o->rows, p->end, 0, map->a->heads};
     p->end -= o->rows;
     split->cost[from] -= cost;
     split->cost[o->rank] += cost;
@@ -125,10 +126,7 @@ void exchange_balance(const exchange_map *map, double limit, exchange_split *spl
 {
     const int64_t ranks = map->a->ranks;
     const double mean = map->total / (double)ranks, bound = limit * mean, enough = bound + scrap * mean;
-    memcpy(split->pieces, map->pieces, (size_t)map->n_pieces * sizeof *split->pieces);
-    memcpy(split->cost, map->home, (size_t)ranks * sizeof *split->cost);
     memset(split->stuck, 0, (size_t)ranks);
-    split->n_blocks = 0;
     while (isfinite(limit) && split->n_blocks < split->room) {
         int64_t from = -1;
         for (int64_t r = 0; r < ranks; r++)

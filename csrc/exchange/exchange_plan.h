@@ -4,8 +4,8 @@
 
 #include "exchange.h"
 
-typedef struct exchange_block { /* query rows [begin, end) of a document, computed by `rank` */
-    int64_t rank, doc, begin, end;
+typedef struct exchange_block { /* some heads of query rows [begin, end) of a document, computed by `rank` */
+    int64_t rank, doc, begin, end, head, heads;
 } exchange_block;
 
 typedef struct exchange_map { /* the pack as the planner sees it */
@@ -17,18 +17,22 @@ typedef struct exchange_map { /* the pack as the planner sees it */
     exchange_block *pieces; /* [n_pieces] what every rank holds, by rank, then by place; none is empty */
     int64_t *first_piece;   /* [R + 1] */
     int64_t n_pieces;
-    double *home; /* [R] cost of the rows that a rank holds */
+    double *home;   /* [R] cost of the rows that a rank holds */
+    int64_t *wide;  /* [n_wide] documents on more than one rank, costliest first */
+    int64_t n_wide; /* less than C */
     double total;
 } exchange_map;
 
 typedef struct exchange_split { /* who computes what, under one limit */
     exchange_block *pieces;     /* [n_pieces] what stays: `end` may have come down to `begin` */
-    exchange_block *blocks;     /* [n_blocks] what was given away, by rank, then by place */
-    int64_t n_blocks, room;
-    double *cost;         /* [R] */
-    int64_t *held;        /* [R] scratch: where the keys that a rank has of one document end; -1: none */
-    int64_t *passes;      /* [R] scratch: blocks of one document that a rank has taken */
-    unsigned char *stuck; /* [R] scratch */
+    exchange_block *blocks; /* [n_blocks] groups of heads, then rows that were given away; at the end by rank, place */
+    int64_t n_groups, n_blocks, room;
+    int64_t *shares;        /* [R] scratch: heads of one document that a rank has taken */
+    unsigned char *is_wide; /* [N] scratch: documents whose heads are split */
+    double *cost;           /* [R] */
+    int64_t *held;          /* [R] scratch: where the keys that a rank has of one document end; -1: none */
+    int64_t *passes;        /* [R] scratch: blocks of one document that a rank has taken */
+    unsigned char *stuck;   /* [R] scratch */
 } exchange_split;
 
 static inline int64_t exchange_min(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -52,13 +56,20 @@ static inline double exchange_cost(const exchange_map *map, int64_t doc, int64_t
     return rows * last - rows * (rows - 1) / 2;
 }
 
-/* Moves rows from ranks above limit * mean to ranks below; as far as whole rows allow. */
+/* Every row stays at home. */
+void exchange_stay(const exchange_map *map, exchange_split *split);
+
+/* Finds map->wide. */
+void exchange_find_wide(exchange_map *map);
+
+/* Splits the heads of the first `n` documents of map->wide over the ranks, after exchange_stay. A rank that holds some
+ * of a document is preferred as long as it has at most limit * mean. */
+void exchange_split_heads(const exchange_map *map, int64_t n, double limit, exchange_split *split);
+
+/* How many of the heads from `head` on, at most `heads`, may be one task: whole key heads, or some heads of one. */
+int64_t exchange_group(const exchange_map *map, int64_t head, int64_t heads);
+
+/* Moves rows from ranks above limit * mean to ranks below, as far as whole rows allow; sorts the blocks. */
 void exchange_balance(const exchange_map *map, double limit, exchange_split *split);
-
-/* The next record of a list, or NULL without memory. */
-int64_t *exchange_push(am_exchange_list *list);
-
-/* Adds a move, or lengthens the last one where it goes on. */
-am_status exchange_add_move(am_exchange_list *list, int64_t src, int64_t dst, int64_t from, int64_t to, int64_t rows);
 
 #endif

@@ -13,8 +13,9 @@ static PyObject *plan_result(am_exchange_plan_args *a)
 {
     PyObject *out = NULL, *tried = PyErr_Occurred() ? NULL : PyTuple_New((Py_ssize_t)a->n_tried);
     for (Py_ssize_t i = 0; tried != NULL && i < a->n_tried; i++) {
-        PyObject *const pair = Py_BuildValue("(dd)", a->tried[i][0], a->tried[i][1]);
-        if (pair == NULL || PyTuple_SetItem(tried, i, pair) < 0)
+        const am_exchange_try *const t = &a->tried[i];
+        PyObject *const one = Py_BuildValue("(ddn)", t->limit, t->seconds, (Py_ssize_t)t->split);
+        if (one == NULL || PyTuple_SetItem(tried, i, one) < 0)
             Py_CLEAR(tried);
     }
     if (tried != NULL)
@@ -28,24 +29,26 @@ static PyObject *plan_result(am_exchange_plan_args *a)
 
 AM_PY_OP_RESULT(exchange_plan, am_exchange_plan, am_exchange_plan_args, plan_result, {"docs", AM_PY_INDEX, &a.docs},
                 {"owners", AM_PY_INDEX, &a.owners}, {"$tokens", AM_PY_I64, &a.tokens}, {"ranks", AM_PY_I64, &a.ranks},
-                {"prices", AM_PY_F64S, &a.prices}, {"scheme", AM_PY_STR, &a.scheme}, {"causal", AM_PY_BOOL, &a.causal})
+                {"heads", AM_PY_I64, &a.heads}, {"kv_heads", AM_PY_I64, &a.kv_heads}, {"prices", AM_PY_F64S, &a.prices},
+                {"scheme", AM_PY_STR, &a.scheme}, {"causal", AM_PY_BOOL, &a.causal})
 AM_PY_OP(exchange_copy, am_exchange_copy, am_exchange_rows_args, {"out", AM_PY_OUT, &a.out}, {"x", AM_PY_IN, &a.x},
-         {"moves", AM_PY_INDEX, &a.moves}, {"$reverse", AM_PY_BOOL, &a.reverse})
+         {"moves", AM_PY_INDEX, &a.moves}, {"$reverse", AM_PY_BOOL, &a.reverse}, {"runs", AM_PY_BOOL, &a.runs})
 AM_PY_OP(exchange_sum, am_exchange_sum, am_exchange_rows_args, {"out", AM_PY_OUT, &a.out}, {"x", AM_PY_IN, &a.x},
          {"own", AM_PY_IN, &a.own}, {"moves", AM_PY_INDEX, &a.moves}, {"own_moves", AM_PY_INDEX, &a.own_moves},
-         {"$own_after", AM_PY_I64, &a.own_after}, {"reverse", AM_PY_BOOL, &a.reverse})
+         {"$own_after", AM_PY_I64, &a.own_after}, {"reverse", AM_PY_BOOL, &a.reverse}, {"runs", AM_PY_BOOL, &a.runs})
 
 PyMethodDef am_exchange_methods[] = {
     AM_PY_METHOD(
         exchange_plan,
-        "exchange_plan(docs, owners, *, tokens, ranks, prices, scheme, causal)\n--\n\nAttention of documents "
-        "[2 N] over ranks: int64 tasks [n, 8] (rank, doc, begin, end, round, query_at, key_at, keys), moves of "
-        "keys and of queries [m, 5] (src, dst, from, to, rows), what was tried ((limit, seconds), ...), and "
-        "the index of the choice."),
-    AM_PY_METHOD(exchange_copy, "exchange_copy(out, x, moves, *, reverse)\n--\n\nout[to + i] = x[from + i] for moves "
-                                "[3 n] of (from, to, rows), or of (to, from, rows) in reverse."),
+        "exchange_plan(docs, owners, *, tokens, ranks, heads, kv_heads, prices, scheme, causal)\n--\n\nAttention of "
+        "documents [2 N] over ranks: int64 tasks [n, 10] (rank, doc, begin, end, round, query_at, key_at, keys, "
+        "head, heads), moves of keys and of queries [m, 7] (src, dst, from, to, rows, head, heads), what was tried "
+        "((limit, seconds, split), ...), and the index of the choice."),
+    AM_PY_METHOD(exchange_copy, "exchange_copy(out, x, moves, *, reverse, runs)\n--\n\nout[to + i] = x[from + i] for "
+                                "moves [3 n] of (from, to, rows), or of (to, from, rows) in reverse; with runs [6 n], "
+                                "and how often, at which steps of either."),
     AM_PY_METHOD(exchange_sum,
-                 "exchange_sum(out, x, own, moves, own_moves, *, own_after, reverse)\n--\n\nout[to + i] = "
+                 "exchange_sum(out, x, own, moves, own_moves, *, own_after, reverse, runs)\n--\n\nout[to + i] = "
                  "sum of x[from + i] over `own_after` moves, of own[from + i] over own_moves, and over "
                  "the other moves; in float32 (float64 for float64), 0 where nothing goes."),
     {NULL, NULL, 0, NULL},

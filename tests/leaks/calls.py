@@ -329,11 +329,13 @@ def loss_calls():
 
 
 def exchange_calls():
-    settings = {"tokens": 4, "ranks": 2, "prices": [1.0, 1.0, 1.0, 1.0], "scheme": "balanced", "causal": True}
+    settings = {"tokens": 4, "ranks": 2, "heads": 4, "kv_heads": 2, "prices": [1.0, 1.0, 1.0, 1.0]}
+    settings |= {"scheme": "heads", "causal": True}
     wrong = [
         ("docs", ValueError, 0, integers(0, 9)),
         ("owners", ValueError, 1, integers(0, 5)),
         ("prices", ValueError, "prices", [1.0]),
+        ("heads", ValueError, "heads", 3),
         ("scheme", ValueError, "scheme", "ring"),
         ("kind", TypeError, "causal", 1),
     ]
@@ -346,8 +348,8 @@ def exchange_calls():
     ]
     moves = integers(0, 1, 1)
     copy_wrong = [(label, error, at if at == 1 else 2, value) for label, error, at, value in wrong]
-    yield from variants("exchange_copy", [x, x, moves], {"reverse": False}, copy_wrong)
-    sum_settings = {"own_after": 0, "reverse": True}
+    yield from variants("exchange_copy", [x, x, moves], {"reverse": False, "runs": False}, copy_wrong)
+    sum_settings = {"own_after": 0, "reverse": True, "runs": False}
     yield from variants("exchange_sum", [x, x, x, moves, moves], sum_settings, wrong)
 
 

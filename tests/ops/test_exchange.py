@@ -17,62 +17,86 @@ PRICES = [1e-6, 1e-4, 1e-5, 1e-4]
 LAYOUTS = {"contiguous": lambda r: list(range(r)), "round_robin": lambda r: [*range(r), *reversed(range(r))]}
 
 
-def plan_of(docs, ranks, layout="contiguous", scheme="auto", causal=True, prices=PRICES, tokens=None):
+def plan_of(docs, ranks, layout="contiguous", scheme="auto", causal=True, prices=PRICES, tokens=None, heads=(1, 1)):
     """(docs [N, 2], owners, padded tokens, tasks, keys, queries, tried, chosen)"""
     docs = np.asarray(docs, dtype=np.int64).reshape(-1, 2)
     tokens = int(docs[-1, 1]) if tokens is None and len(docs) else tokens or 0
     padded, owners = -(-tokens // (2 * ranks)) * 2 * ranks, LAYOUTS[layout](ranks)
     options = {"tokens": padded, "ranks": ranks, "prices": prices, "scheme": scheme, "causal": causal}
+    options |= {"heads": heads[0], "kv_heads": heads[1]}
     return docs, owners, padded, *_amcore.exchange_plan(docs.flatten(), owners, **options)
 
 
-def check_laws(docs, owners, padded, tasks, keys, queries, ranks, causal):
-    """Every real row is computed once; every task finds its queries and keys in place; nothing is sent twice."""
-    shards = reference.rows_of_ranks(owners, padded, ranks)
-    computed = sorted(row for t in tasks for row in range(t[2], t[3]))
-    assert computed == [row for start, stop in docs for row in range(start, stop)]
-    assert tasks[:, :3].tolist() == sorted(tasks[:, :3].tolist(), key=lambda t: (t[0], t[2]))
-    needed = [reference.needed_keys(docs, tasks, r, causal) for r in range(ranks)]
-    key_rows = reference.deliver(shards, keys, [len(n) for n in needed])
-    sizes = [sum(int(t[3] - t[2]) for t in tasks if t[0] == r) for r in range(ranks)]
-    query_rows = reference.deliver(shards, queries, sizes)
-    for rank, doc, begin, end, _, query_at, key_at, n_keys in tasks:
+def places(rows, head, some, of):
+    return [row * of + h for row in rows for h in range(head, head + some)]
+
+
+def check_laws(docs, owners, padded, tasks, keys, queries, ranks, causal, heads=(1, 1)):
+    """A head of a real row is computed once; every task finds its queries and keys in place; nothing comes twice."""
+    (n, n_kv), shards = heads, reference.rows_of_ranks(owners, padded, ranks)
+    computed = sorted(at for t in tasks for at in places(range(t[2], t[3]), t[8], t[9], n))
+    assert computed == [at for start, stop in docs for at in places(range(start, stop), 0, n, n)]
+    order = tasks[:, [0, 2, 8]].tolist()
+    assert order == sorted(order)
+    needed = [reference.needed_keys(docs, tasks, r, causal, n, n_kv) for r in range(ranks)]
+    key_rows = reference.deliver(shards, keys, [len(some) for some in needed], n_kv)
+    sizes = [sum(int((t[3] - t[2]) * t[9]) for t in tasks if t[0] == r) for r in range(ranks)]
+    query_rows = reference.deliver(shards, queries, sizes, n)
+    for task in tasks:
+        rank, doc, begin, end, _, query_at, key_at, n_keys, head, some = task
         start, stop = docs[doc]
         assert start <= begin < end <= stop and n_keys == (end if causal else stop) - start
-        assert query_rows[rank][query_at : query_at + end - begin].tolist() == list(range(begin, end))
-        assert key_rows[rank][key_at : key_at + n_keys].tolist() == list(range(start, start + n_keys))
-    assert all(set(rows.tolist()) == n for rows, n in zip(key_rows, needed, strict=True))
-    rounds = [tuple(t[[0, 1, 4]]) for t in tasks]
-    assert len(set(rounds)) == len(rounds), "a document comes once in a round"
+        assert some == n or (begin, end) == (start, stop), "a group of heads has all rows"
+        want = places(range(begin, end), head, some, n)
+        assert query_rows[rank][query_at : query_at + len(want)].tolist() == want
+        read = reference.key_heads(task, n, n_kv)
+        assert len(read) == 1 or (head % (n // n_kv) == 0 and some == len(read) * (n // n_kv))
+        want = places(range(start, start + n_keys), read[0], len(read), n_kv)
+        assert key_rows[rank][key_at : key_at + len(want)].tolist() == want
+    assert all(set(rows.tolist()) == some for rows, some in zip(key_rows, needed, strict=True))
+    rounds = [tuple(t[[0, 1, 4, 8]]) for t in tasks]
+    assert len(set(rounds)) == len(rounds), "a document comes once in a part"
     for r in range(ranks):
-        order = [t for t in tasks if t[0] == r]
-        order.sort(key=lambda t: t[5])
-        assert [t[4] for t in order] == sorted(t[4] for t in order), "query rows lie by round"
+        order = sorted((t for t in tasks if t[0] == r), key=lambda t: t[5])
+        parts = [(t[9] < n, t[4], t[8], t[9]) for t in order]
+        assert [p[:2] for p in parts] == sorted(p[:2] for p in parts), "query rows lie by round, groups behind"
+        changes = [p for p, before in zip(parts, [None, *parts], strict=False) if p != before]
+        assert len(changes) == len(set(changes)), "the tasks of a part lie together"
 
 
 @given(
     ids=doc_ids(120),
     ranks=st.integers(1, 6),
     layout=st.sampled_from(list(LAYOUTS)),
-    scheme=st.sampled_from(["home", "balanced", "auto"]),
+    scheme=st.sampled_from(["home", "balanced", "heads", "auto"]),
     causal=st.booleans(),
-    prices=st.sampled_from([PRICES, [0.0] * 4, [1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 1.0, 1.0]]),
+    prices=st.sampled_from([PRICES, [0.0] * 4, [1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 1.0, 1.0], [1.0, 0.0, 1.0, 0.0]]),
+    heads=st.sampled_from([(1, 1), (4, 4), (6, 2), (8, 1), (7, 7), (12, 3)]),
 )
-def test_laws(ids, ranks, layout, scheme, causal, prices):
+def test_laws(ids, ranks, layout, scheme, causal, prices, heads):
     docs, owners, padded, tasks, keys, queries, tried, chosen = plan_of(
-        docs_from_ids(ids), ranks, layout, scheme, causal, prices, tokens=len(ids)
+        docs_from_ids(ids), ranks, layout, scheme, causal, prices, len(ids), heads
     )
-    check_laws(docs, owners, padded, tasks, keys, queries, ranks, causal)
-    assert tried[chosen][1] == min(seconds for _, seconds in tried)
+    check_laws(docs, owners, padded, tasks, keys, queries, ranks, causal, heads)
+    split = set(tasks[tasks[:, 9] < heads[0]][:, 1].tolist())
+    assert len(split) <= tried[chosen][2] and (tried[chosen][2] == 0 or scheme in ("heads", "auto"))
+    assert all(len(holders(docs[doc], owners, padded)) > 1 for doc in split), "what lies on one rank stays there"
+    if scheme != "heads":
+        assert tried[chosen][1] == min(seconds for _, seconds, _ in tried)
     if scheme == "home":
-        assert (queries[:, 0] == queries[:, 1]).all() and tried == ((math.inf, tried[0][1]),)
+        assert (queries[:, 0] == queries[:, 1]).all() and tried == ((math.inf, tried[0][1], 0),)
 
 
-def costs_of(docs, tasks, ranks, causal=True):
+def holders(doc, owners, padded):
+    chunk = padded // len(owners)
+    return {owners[row // chunk] for row in range(*doc)}
+
+
+def costs_of(docs, tasks, ranks, causal=True, heads=1):
     start, stop = docs[tasks[:, 1]].T
     rows = tasks[:, 3] - tasks[:, 2]
     scores = rows * ((tasks[:, 2] + tasks[:, 3] + 1) / 2 - start) if causal else rows * (stop - start)
-    return np.bincount(tasks[:, 0], scores, minlength=ranks)
+    return np.bincount(tasks[:, 0], scores * tasks[:, 9] / heads, minlength=ranks)
 
 
 def ends(lengths):
@@ -109,9 +133,57 @@ def test_balanced_is_within_five_percent_of_the_mean(rng, name, causal, layout):
         assert pairs[:, 4].sum() <= (ranks - 1) * docs[-1, 1], "never more than everything to everyone"
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("heads", [(32, 2), (24, 4), (6, 6)], ids=str)
+@pytest.mark.parametrize("name", LARGE)
+def test_heads_are_as_even_as_heads_can_be(rng, name, heads, causal, layout):
+    """Within 5 % of the mean, or what is above it is less than one head of one document."""
+    docs = ends(LARGE[name](rng))
+    lengths = docs[:, 1] - docs[:, 0]
+    whole = lengths * (lengths + 1) / 2 if causal else lengths * lengths
+    for ranks in (*range(2, 13), 16, 24, 31, 32):
+        _, _, _, tasks, keys, *_ = plan_of(docs, ranks, layout, "heads", causal, heads=heads)
+        costs = costs_of(docs, tasks, ranks, causal, heads[0])
+        assert costs.sum() == pytest.approx(whole.sum(), rel=1e-12)
+        split = np.unique(tasks[tasks[:, 9] < heads[0]][:, 1])
+        one_head = whole[split].max(initial=0) / heads[0]
+        assert costs.max() <= max(1.05 * costs.mean(), costs.mean() + one_head), f"{ranks} ranks"
+        if name == "one-128k":
+            assert costs.max() == pytest.approx(-(-heads[0] // ranks) * whole[0] / heads[0])
+        pairs = keys[keys[:, 0] != keys[:, 1]]
+        assert (pairs[:, 4] * pairs[:, 6]).sum() <= (ranks - 1) * docs[-1, 1] * heads[1]
+
+
+def test_key_heads_go_to_the_ranks_that_read_them():
+    """Four ranks, two of them to a key head: each gets one head of the rows that it lacks."""
+    _, _, _, tasks, keys, queries, *_ = plan_of(ends([64]), 4, scheme="heads", heads=(8, 2))
+    assert tasks[:, [0, 2, 3, 8, 9]].tolist() == [[r, 0, 64, 2 * r, 2] for r in range(4)]
+    assert sorted(keys[:, [0, 1, 4, 5, 6]].tolist()) == [[s, d, 16, d // 2, 1] for s in range(4) for d in range(4)]
+    assert sorted(queries[:, [0, 1, 4, 5, 6]].tolist()) == [[s, d, 16, 2 * d, 2] for s in range(4) for d in range(4)]
+
+
+def test_heads_stay_with_the_ranks_that_hold_the_document():
+    """Two documents on two ranks each: nothing crosses from one pair to the other."""
+    _, _, _, tasks, keys, queries, *_ = plan_of(ends([64, 64]), 4, scheme="heads", heads=(8, 2))
+    assert tasks[:, [0, 1, 9]].tolist() == [[0, 0, 4], [1, 0, 4], [2, 1, 4], [3, 1, 4]]
+    for moves in (keys, queries):
+        assert (moves[:, 0] // 2 == moves[:, 1] // 2).all()
+
+
+def test_short_documents_stay_home_beside_split_ones():
+    docs = ends([512, *[8] * 64])
+    *_, tasks, keys, queries, tried, chosen = plan_of(docs, 4, scheme="heads", heads=(8, 8))
+    assert tried[chosen][2] == 1 and set(tasks[tasks[:, 9] < 8][:, 1]) == {0}
+    whole = tasks[tasks[:, 9] == 8]
+    assert (whole[:, 0] == docs[whole[:, 1], 0] // 256).all(), "a rank holds 256 rows"
+    away = queries[(queries[:, 0] != queries[:, 1])]
+    assert (away[:, 6] < 8).all() and (keys[keys[:, 0] != keys[:, 1]][:, 6] < 8).all()
+
+
 def test_costs_of_the_reference():
     docs = np.array([[2, 9]])
-    task = np.array([[0, 0, 4, 7, 0, 0, 0, 5]])
+    task = np.array([[0, 0, 4, 7, 0, 0, 0, 5, 0, 1]])
     for causal in (True, False):
         assert costs_of(docs, task, 1, causal)[0] == reference.scores(docs, 0, 4, 7, causal)
 
@@ -125,8 +197,8 @@ def test_home_of_one_document_is_nearly_twice_the_mean():
 
 def test_short_documents_move_nothing():
     """Documents that end on edges: no row crosses, under every scheme."""
-    for scheme in ("home", "balanced", "auto"):
-        *_, keys, queries, _, _ = plan_of(ends([64] * 32), 8, scheme=scheme)
+    for scheme in ("home", "balanced", "heads", "auto"):
+        *_, keys, queries, _, _ = plan_of(ends([64] * 32), 8, scheme=scheme, heads=(8, 2))
         assert (keys[:, 0] == keys[:, 1]).all() and (queries[:, 0] == queries[:, 1]).all()
 
 
@@ -138,6 +210,30 @@ def test_auto_weighs_the_time_saved_against_the_traffic():
         rows_cost[wire] = queries[queries[:, 0] != queries[:, 1]][:, 4].sum(), tried[chosen][0]
     assert rows_cost[1e-9][0] > 0 and rows_cost[1e-9][1] == pytest.approx(1.02)
     assert rows_cost[1e-2] == (0, math.inf)
+
+
+@pytest.mark.parametrize(
+    ("prices", "split"),
+    [
+        ([1e-6, 1e-7, 1e-3, 0.0], True),  # keys are dear: only the key heads that a rank reads travel
+        ([1e-6, 1e-3, 1e-7, 0.0], False),  # queries are dear: of those fewer migrate than all but 1 / ranks
+        ([1e-6, 1e-9, 1e-9, 10.0], False),  # everybody has a message for everybody
+    ],
+    ids=["keys-dear", "queries-dear", "messages-dear"],
+)
+def test_auto_weighs_heads_against_rows(prices, split):
+    *_, tasks, _, _, tried, chosen = plan_of(ends([4096]), 4, prices=prices, heads=(8, 4))
+    assert bool(tried[chosen][2]) == split == bool((tasks[:, 9] < 8).any())
+    assert {n for *_, n in tried} == {0, 1}
+
+
+def test_predicted_seconds():
+    """By the formula of exchange.h, with the heads' share of a row."""
+    prices = [1e-3, 5.0, 7.0, 11.0]
+    *_, tried, chosen = plan_of(ends([64]), 4, scheme="heads", heads=(8, 2), prices=prices)
+    scores, rows = 64 * 65 / 2 / 4, 3 * 16
+    traffic = 2 * (5.0 * rows * 2 / 8 + 7.0 * rows * 1 / 2 + 2 * 3 * 11.0)
+    assert tried[chosen][1] == pytest.approx(1e-3 * scores + traffic, rel=1e-12)
 
 
 def ids_of(*runs):
@@ -176,7 +272,7 @@ def test_known_traffic(ids, received, sent):
     assert np.bincount(wire[:, 0], wire[:, 4], minlength=4).tolist() == sent
 
 
-PLAN = {"tokens": 8, "ranks": 2, "prices": PRICES, "scheme": "auto", "causal": True}
+PLAN = {"tokens": 8, "ranks": 2, "heads": 4, "kv_heads": 2, "prices": PRICES, "scheme": "auto", "causal": True}
 
 
 @pytest.mark.parametrize(
@@ -193,7 +289,11 @@ PLAN = {"tokens": 8, "ranks": 2, "prices": PRICES, "scheme": "auto", "causal": T
         ({"prices": [1.0]}, ValueError, "prices has 1 numbers"),
         ({"prices": [1.0, -1.0, 0.0, 0.0]}, ValueError, r"prices\[1\] is -1"),
         ({"prices": [1.0, math.inf, 0.0, 0.0]}, ValueError, r"prices\[1\] is inf"),
-        ({"scheme": "ring"}, ValueError, "scheme is 'ring'"),
+        ({"scheme": "ring"}, ValueError, "scheme is 'ring', one of home, balanced, heads, auto"),
+        ({"heads": 3}, ValueError, "3 query heads are not a multiple of 2 key heads"),
+        ({"heads": 0}, ValueError, "0 query heads"),
+        ({"kv_heads": 0}, ValueError, "0 key heads"),
+        ({"heads": 2**61}, ValueError, "beyond 2\\^63"),
         ({"tokens": -8, "docs": []}, ValueError, "tokens is -8"),
         ({"scheme": 3}, TypeError, "scheme"),
         ({"docs": [0.5]}, TypeError, "docs"),
@@ -216,7 +316,7 @@ ALL = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int6
 MOVES = [(3, 0, 2), (9, 4, 0), (0, 5, 3), (7, 9, 1), (6, 2, 1)]
 
 
-def flat(moves, reverse=False):
+def flat(moves, reverse=False, runs=False):
     return [n for a, b, rows in moves for n in ((b, a, rows) if reverse else (a, b, rows))]
 
 
@@ -231,7 +331,7 @@ def values(rows, width, dtype):
 def test_copy(guarded, seed, dtype, width, reverse):
     x, out = values(10, width, dtype), guarded((12, width), dtype)
     want = reference.copy(out, x, MOVES)
-    _amcore.exchange_copy(out, x, flat(MOVES, reverse), reverse=reverse)
+    _amcore.exchange_copy(out, x, flat(MOVES, reverse), reverse=reverse, runs=False)
     assert torch.equal(out.view(torch.uint8), want.view(torch.uint8))
 
 
@@ -240,7 +340,7 @@ def test_copy_layouts(guarded, seed, layout):
     x = with_layout(torch.randn(10, 6), layout)
     wide = guarded((12, 9))
     want = reference.copy(wide[:, :6], x, MOVES)
-    _amcore.exchange_copy(wide[:, :6], x, flat(MOVES), reverse=False)
+    _amcore.exchange_copy(wide[:, :6], x, flat(MOVES), reverse=False, runs=False)
     assert torch.equal(wide[:, :6].nan_to_num(7), want.nan_to_num(7)) and wide[:, 6:].isnan().all()
 
 
@@ -248,13 +348,43 @@ def test_copy_of_many_rows(guarded, seed, threads):
     """Longer than a parallel piece, several axes."""
     x = torch.randn(3000, 2, 64)
     out = guarded((3000, 2, 64))
-    _amcore.exchange_copy(out, x, [1000, 0, 2000, 0, 2000, 1000], reverse=False)
+    _amcore.exchange_copy(out, x, [1000, 0, 2000, 0, 2000, 1000], reverse=False, runs=False)
     assert torch.equal(out, torch.cat([x[1000:], x[:1000]]))
 
 
+RUNS = [(3, 0, 2, 3, 5, 4), (9, 2, 1, 1, 0, 0), (0, 20, 3, 2, 8, 3), (7, 9, 1, 0, 9, 9), (29, 13, 0, 2, 1, 1)]
+
+
+def flat_runs(moves, reverse=False):
+    swapped = [(b, a, rows, runs, d, c) for a, b, rows, runs, c, d in moves]
+    return [n for move in (swapped if reverse else moves) for n in move]
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64], ids=str)
+@pytest.mark.parametrize("layout", ["contiguous", "rows"])
+def test_copy_of_runs(guarded, seed, dtype, layout, reverse):
+    x, wide = values(30, 7, dtype), guarded((26, 9), dtype)
+    x = with_layout(x, layout)
+    out = wide[:, :7] if layout == "rows" else guarded((26, 7), dtype)
+    want = reference.copy(out, x, reference.single(RUNS))
+    _amcore.exchange_copy(out, x, flat_runs(RUNS, reverse), reverse=reverse, runs=True)
+    assert torch.equal(out.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8))
+
+
+def test_copy_of_many_runs(guarded, seed, threads):
+    """Three of eight heads of every row, there and back."""
+    x, some, out = torch.randn(4000, 8, 64), guarded((12000, 64)), torch.zeros(32000, 64)
+    move = [2, 0, 3, 4000, 8, 3]
+    _amcore.exchange_copy(some, x.flatten(0, 1), move, reverse=False, runs=True)
+    assert torch.equal(some.unflatten(0, (4000, 3)), x[:, 2:5])
+    _amcore.exchange_copy(out, some, move, reverse=True, runs=True)
+    assert torch.equal(out.unflatten(0, (4000, 8))[:, 2:5], x[:, 2:5]) and out.count_nonzero() == some.count_nonzero()
+
+
 def test_copy_of_nothing(guarded):
-    _amcore.exchange_copy(guarded((0, 4)), torch.empty(0, 4), [], reverse=False)
-    _amcore.exchange_copy(guarded(5), torch.empty(0), [5, 0, 0], reverse=True)
+    _amcore.exchange_copy(guarded((0, 4)), torch.empty(0, 4), [], reverse=False, runs=False)
+    _amcore.exchange_copy(guarded(5), torch.empty(0), [5, 0, 0], reverse=True, runs=False)
 
 
 def random_moves(rng, n, rows_from, rows_to):
@@ -271,7 +401,7 @@ def test_sum(isa, guarded, seed, rng, dtype, rows, width):
     x, own = (torch.randn(n, width).to(dtype) for n in (29, 23))
     moves, own_moves = random_moves(rng, 7, 29, rows), random_moves(rng, 2, 23, rows)
     out = guarded((rows, width), dtype)
-    _amcore.exchange_sum(out, x, own, flat(moves), flat(own_moves), own_after=3, reverse=False)
+    _amcore.exchange_sum(out, x, own, flat(moves), flat(own_moves), own_after=3, reverse=False, runs=False)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     total = torch.zeros(rows, width, dtype=wide)
     for source, part in ((x, moves[:3]), (own, own_moves), (x, moves[3:])):
@@ -282,8 +412,27 @@ def test_sum(isa, guarded, seed, rng, dtype, rows, width):
     assert_as_good_as(out, total.to(dtype), truth, name="sum")
     again = guarded((rows, width), dtype)
     backward = flat(moves, True), flat(own_moves, True)
-    _amcore.exchange_sum(again, x, own, *backward, own_after=3, reverse=True)
+    _amcore.exchange_sum(again, x, own, *backward, own_after=3, reverse=True, runs=False)
     assert torch.equal(out, again)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("reverse", [False, True])
+def test_sum_of_runs(isa, guarded, seed, rng, dtype, reverse):
+    """Of runs that meet and cross, in the order of the moves, across the edges of tiles."""
+    x, own = (torch.randn(n, 33).to(dtype) for n in (200, 90))
+    moves = [(4, 3, 2, 20, 9, 4), (0, 0, 5, 7, 5, 10), (11, 70, 9, 1, 0, 0), (2, 15, 3, 4, 0, 16), (5, 8, 1, 0, 3, 3)]
+    own_moves = [(1, 1, 3, 9, 7, 8), (80, 60, 4, 2, 1, 5)]
+    out = guarded((90, 33), dtype)
+    lists = flat_runs(moves, reverse), flat_runs(own_moves, reverse)
+    _amcore.exchange_sum(out, x, own, *lists, own_after=2, reverse=reverse, runs=True)
+    plain = guarded((90, 33), dtype)
+    first, last, owned = (reference.single(some) for some in (moves[:2], moves[2:], own_moves))
+    single = flat(first + last), flat(owned)
+    _amcore.exchange_sum(plain, x, own, *single, own_after=len(first), reverse=False, runs=False)
+    assert torch.equal(out, plain)
+    truth = reference.add(90, [(x, first + last), (own, owned)])
+    assert_as_good_as(out, plain, truth, name="sum of runs")
 
 
 def test_sum_threads_layouts_and_gaps(guarded, seed, threads):
@@ -291,15 +440,15 @@ def test_sum_threads_layouts_and_gaps(guarded, seed, threads):
     x, own = torch.randn(500, 40)[:, 3:35], torch.randn(500, 32)
     x[200:], own[:100] = float("nan"), float("nan")
     out = guarded((700, 32))
-    _amcore.exchange_sum(out, x, own, [0, 100, 200], [100, 200, 400], own_after=1, reverse=False)
+    _amcore.exchange_sum(out, x, own, [0, 100, 200], [100, 200, 400], own_after=1, reverse=False, runs=False)
     want = torch.zeros(700, 32)
     want[100:300] += x[:200]
     want[200:600] += own[100:]
     assert torch.equal(out, want)
     empty = guarded((0, 32))
-    _amcore.exchange_sum(empty, x, own, [], [], own_after=0, reverse=False)
+    _amcore.exchange_sum(empty, x, own, [], [], own_after=0, reverse=False, runs=False)
     nothing = guarded((3, 32))
-    _amcore.exchange_sum(nothing, x[:0], own[:0], [], [], own_after=0, reverse=False)
+    _amcore.exchange_sum(nothing, x[:0], own[:0], [], [], own_after=0, reverse=False, runs=False)
     assert not nothing.any()
 
 
@@ -314,6 +463,15 @@ REFUSED = {
     "to": ({"moves": [0, 0, 0, 0, 5, 2]}, ValueError, r"moves\[1\] puts 2 rows at 5, there are 6"),
     "negative": ({"moves": [0, 0, -1]}, ValueError, r"moves\[0\] takes -1 rows"),
     "huge": ({"moves": [0, 0, 2**62]}, ValueError, "takes"),
+}
+RUNS_REFUSED = {
+    "sixes": ([0, 0, 1], "moves has 3 numbers, a multiple of 6"),
+    "from": ([0, 0, 1, 3, 2, 1], r"moves\[0\] comes 3 times in steps of 2 and 1, beyond 4 or 6 rows"),
+    "to": ([0, 0, 1, 3, 1, 3], "beyond 4 or 6 rows"),
+    "times": ([0, 0, 1, -1, 0, 0], "comes -1 times"),
+    "back": ([3, 5, 1, 2, -1, -1], "none may be negative"),
+    "huge": ([0, 0, 1, 2**62, 2**62, 2**62], "beyond"),
+    "first": ([0, 6, 1, 1, 0, 0], r"moves\[0\] puts 1 rows at 6"),
 }
 SUM_REFUSED = {
     "own-width": ({"own": torch.ones(4, 3)}, ValueError, "axis 1 of own has 3 elements"),
@@ -333,7 +491,7 @@ def test_movers_refuse(changes, error, words):
     a = arguments_of(changes)
     kept = a["out"].clone()
     with pytest.raises(error, match=words):
-        _amcore.exchange_copy(a["out"], a["x"], a["moves"], reverse=False)
+        _amcore.exchange_copy(a["out"], a["x"], a["moves"], reverse=False, runs=False)
     test_sum_refuses(changes, error, words)
     assert torch.equal(a["out"], kept)
 
@@ -344,20 +502,30 @@ def test_sum_refuses(changes, error, words):
     kept = a["out"].clone()
     with pytest.raises(error, match=words):
         _amcore.exchange_sum(
-            a["out"], a["x"], a["own"], a["moves"], a["own_moves"], own_after=a["own_after"], reverse=False
+            a["out"], a["x"], a["own"], a["moves"], a["own_moves"], own_after=a["own_after"], reverse=False, runs=False
         )
     assert torch.equal(a["out"], kept)
+
+
+@pytest.mark.parametrize(("moves", "words"), RUNS_REFUSED.values(), ids=RUNS_REFUSED)
+def test_movers_of_runs_refuse(moves, words):
+    out = torch.full((6, 2), 7.0)
+    with pytest.raises(ValueError, match=words):
+        _amcore.exchange_copy(out, X, moves, reverse=False, runs=True)
+    with pytest.raises(ValueError, match=words):
+        _amcore.exchange_sum(out, X, X, moves, [], own_after=0, reverse=False, runs=True)
+    assert (out == 7).all()
 
 
 def test_movers_refuse_shared_memory():
     x = torch.zeros(8, 2)
     with pytest.raises(ValueError, match="share memory"):
-        _amcore.exchange_copy(x[:4], x[3:], [0, 0, 1], reverse=False)
+        _amcore.exchange_copy(x[:4], x[3:], [0, 0, 1], reverse=False, runs=False)
     with pytest.raises(ValueError, match="out and own share memory"):
-        _amcore.exchange_sum(x[:4], X, x, [], [], own_after=0, reverse=False)
+        _amcore.exchange_sum(x[:4], X, x, [], [], own_after=0, reverse=False, runs=False)
 
 
 @pytest.mark.cuda
 def test_movers_on_cuda():
     with pytest.raises(NotImplementedError, match="CPU kernel only"):
-        _amcore.exchange_copy(X.cuda(), X.cuda(), [], reverse=False)
+        _amcore.exchange_copy(X.cuda(), X.cuda(), [], reverse=False, runs=False)

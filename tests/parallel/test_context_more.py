@@ -19,11 +19,48 @@ SHAPES = [
     pytest.param(torch.bfloat16, (4, 4), 64, id="bf16-equal-heads"),
     pytest.param(torch.bfloat16, (8, 1), 16, id="bf16-one-key-head"),
 ]
+GROUPS = [
+    *SHAPES,
+    pytest.param(torch.float32, (8, 4), 16, id="fp32-a-key-head-a-rank"),
+    pytest.param(torch.bfloat16, (16, 2), 32, id="bf16-two-ranks-a-key-head"),
+    pytest.param(torch.float32, (9, 3), 16, id="fp32-groups-across-key-heads"),
+    pytest.param(torch.float32, (3, 3), 16, id="fp32-less-heads-than-ranks"),
+    pytest.param(torch.float32, (1, 1), 16, id="fp32-one-head"),
+]
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "round_robin"])
+@pytest.mark.parametrize(("dtype", "heads", "dim"), GROUPS)
+def test_groups_of_heads_over_four_ranks(rank_pools, dtype, heads, dim, layout):
+    """Heads a multiple of the ranks or not, key heads more than ranks or less."""
+    for name in ("one", "uneven"):
+        options = {"heads": heads, "dim": dim, "seed": 5}
+        results = rank_pools(4).run(
+            worker.run, PACKS[name], dtype, scheme="heads", layout=layout, poison=True, **options
+        )
+        check(results, PACKS[name], dtype, **options)
+        check_bytes(results)
+        assert results[0][4] > 0, "heads were split"
+
+
+def group_bytes(ids, heads):
+    """Bytes sent forward under either scheme, as counted."""
+    return [worker.run(ids, torch.float32, scheme=scheme, heads=heads)[1][0] for scheme in ("heads", "balanced")]
+
+
+def test_bytes_of_groups_of_heads(rank_pools):
+    """64 rows a rank, 8 heads over 2: a rank sends 6 query heads, 3 times keys and values of one head, and 6 heads of
+    outputs; where there are as many key heads, less than rows that migrate."""
+    found = rank_pools(4).run(group_bytes, [1] * 256, (8, 2))
+    row = 64 * worker.DIM * 4
+    assert [heads for heads, _ in found] == [row * (6 + 2 * 3 + 6)] * 4
+    found = rank_pools(4).run(group_bytes, [1] * 256, (8, 8))
+    assert sum(heads for heads, _ in found) < sum(balanced for _, balanced in found)
 
 
 @pytest.mark.parametrize(("dtype", "heads", "dim"), SHAPES)
 def test_dtypes_and_heads(ranks, dtype, heads, dim):
-    for scheme in ("home", "balanced"):
+    for scheme in ("home", "balanced", "heads"):
         options = {"heads": heads, "dim": dim, "seed": 3}
         results = ranks.run(worker.run, PACKS["uneven"], dtype, scheme=scheme, poison=True, **options)
         check(results, PACKS["uneven"], dtype, **options)
@@ -40,10 +77,11 @@ def test_eight_ranks(rank_pools):
     assert results[0][4] > 0
 
 
+@pytest.mark.parametrize("scheme", ["balanced", "heads"])
 @pytest.mark.parametrize("name", ["straddling", "uneven"])
-def test_mesh_of_two_by_two(rank_pools, name):
+def test_mesh_of_two_by_two(rank_pools, name, scheme):
     """The group given is the group used: each half of four ranks holds the whole pack."""
-    results = rank_pools(4).run(worker.run, PACKS[name], group="cp", scheme="balanced")
+    results = rank_pools(4).run(worker.run, PACKS[name], group="cp", scheme=scheme)
     check(results, PACKS[name])
     check_bytes(results[:2])
     check_bytes(results[2:])
@@ -59,12 +97,12 @@ def test_none_is_one_rank_never_the_world(rank_pools):
     assert rank_pools(4).run(ids_of_the_group) == [(2, r % 2, 4, [1, 1]) for r in range(4)]
 
 
-def two_forwards(first, second):
+def two_forwards(first, second, scheme):
     """Two plans alive at once, backwards in the other order than the forwards."""
     cp = ContextParallel(dist.group.WORLD)
     outs, leaves, plans, upstream = [], [], [], []
     for seed, ids in enumerate((first, second)):
-        plan = cp.plan(doc_ids=ids, scheme="balanced")
+        plan = cp.plan(doc_ids=ids, scheme=scheme)
         local = [cp.shard(x, plan) for x in worker.inputs(len(ids), seed=seed)]
         leaf = [x.requires_grad_() for x in local[:3]]
         outs.append(cp_attention(*leaf, plan))
@@ -77,17 +115,18 @@ def two_forwards(first, second):
             for o, leaf, p in zip(outs, leaves, plans, strict=True)]  # fmt: skip
 
 
-def test_two_forwards_before_a_backward(ranks):
+@pytest.mark.parametrize("scheme", ["balanced", "heads"])
+def test_two_forwards_before_a_backward(ranks, scheme):
     packs = PACKS["uneven"], PACKS["straddling"]
-    results = ranks.run(two_forwards, *packs)
+    results = ranks.run(two_forwards, *packs, scheme)
     for seed, ids in enumerate(packs):
         check([(r[seed],) for r in results], ids, seed=seed)
 
 
-def recomputed(ids):
+def recomputed(ids, scheme):
     """out, gradient, bytes and exchanges of two layers: plain, checkpointed with what came in kept, and without."""
     cp = ContextParallel(dist.group.WORLD)
-    plan = cp.plan(doc_ids=ids, scheme="balanced")
+    plan = cp.plan(doc_ids=ids, scheme=scheme)
     x, _, _, dout = (cp.shard(t, plan) for t in worker.inputs(len(ids), heads=(4, 4)))
     weights = [torch.randn(16, 16, generator=torch.Generator().manual_seed(i)) / 4 for i in range(3)]
     projections = []
@@ -113,8 +152,9 @@ def recomputed(ids):
     return found, len(projections)
 
 
-def test_recomputation_moves_no_rows(ranks):
-    for found, layers in ranks.run(recomputed, PACKS["uneven"]):
+@pytest.mark.parametrize("scheme", ["balanced", "heads"])
+def test_recomputation_moves_no_rows(ranks, scheme):
+    for found, layers in ranks.run(recomputed, PACKS["uneven"], scheme):
         (out, grad, sent, exchanges), *others = found
         for other in others:
             assert torch.equal(out, other[0]) and torch.equal(grad, other[1])
@@ -124,24 +164,25 @@ def test_recomputation_moves_no_rows(ranks):
         assert layers == 2 + 4 + 4, "both checkpoints did recompute"
 
 
-def repeated(ids):
+def repeated(ids, scheme):
     """The bits of two runs, with one thread of the extension and with three."""
     found = []
     for threads in (1, 3):
         amc._amcore.set_num_threads(threads)
-        found.append(worker.run(ids, torch.bfloat16, scheme="balanced")[0])
+        found.append(worker.run(ids, torch.bfloat16, scheme=scheme)[0])
     amc._amcore.set_num_threads(1)
     return all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def test_same_bits_for_any_thread_count(rank_pools):
-    assert all(rank_pools(3).run(repeated, PACKS["uneven"]))
+@pytest.mark.parametrize("scheme", ["balanced", "heads"])
+def test_same_bits_for_any_thread_count(rank_pools, scheme):
+    assert all(rank_pools(3).run(repeated, PACKS["uneven"], scheme))
 
 
-def losses(ids, ranks):
+def losses(ids, ranks, scheme):
     """One layer's gradient of a replicated weight, summed over the ranks; the loss as parts that sum (C1)."""
     cp = ContextParallel(dist.group.WORLD if ranks > 1 else None)
-    plan = cp.plan(doc_ids=ids, scheme="balanced")
+    plan = cp.plan(doc_ids=ids, scheme=scheme)
     x = cp.shard(worker.inputs(len(ids), heads=(4, 4))[0].double().float(), plan)
     weight = torch.eye(16).mul(0.5).requires_grad_()
     y = cp_attention(x @ weight, x, x, plan)
@@ -153,9 +194,10 @@ def losses(ids, ranks):
     return parts
 
 
-def test_losses_and_gradients_do_not_scale_with_the_ranks(ranks):
-    alone = losses(PACKS["straddling"], 1)
-    for parts in ranks.run(losses, PACKS["straddling"], 2):
+@pytest.mark.parametrize("scheme", ["balanced", "heads"])
+def test_losses_and_gradients_do_not_scale_with_the_ranks(ranks, scheme):
+    alone = losses(PACKS["straddling"], 1, scheme)
+    for parts in ranks.run(losses, PACKS["straddling"], 2, scheme):
         torch.testing.assert_close(parts, alone, rtol=1e-5, atol=1e-6)
 
 
@@ -169,11 +211,11 @@ BAD = {
 }
 
 
-def bad_on_one(culprit, case, guarded):
+def bad_on_one(culprit, case, guarded, scheme="balanced"):
     """What each rank raised, after how long; one has the bad argument, after a call that went well."""
     world = dist.get_world_size()
     cp, tokens = ContextParallel(dist.new_group(list(range(world)))), 12 * world
-    plan = cp.plan(tokens=tokens, scheme="balanced")
+    plan = cp.plan(tokens=tokens, scheme=scheme)
     q, k, v = (cp.shard(x, plan) for x in worker.inputs(tokens)[:3])
     cp_attention(q, k, v, plan)
     began = time.monotonic()
@@ -199,9 +241,11 @@ def bad_on_one(culprit, case, guarded):
 
 
 @pytest.mark.parametrize("guarded", [False, True], ids=["bare", "guarded"])
-@pytest.mark.parametrize(("culprit", "case"), [(1, "rows"), (0, "plan")])
-def test_a_bad_argument_on_one_rank_raises_on_all(rank_pools, culprit, case, guarded):
-    found = rank_pools(3).run(bad_on_one, culprit, case, guarded)
+@pytest.mark.parametrize(
+    ("culprit", "case", "scheme"), [(1, "rows", "balanced"), (0, "plan", "balanced"), (2, "dtype", "heads")]
+)
+def test_a_bad_argument_on_one_rank_raises_on_all(rank_pools, culprit, case, scheme, guarded):
+    found = rank_pools(3).run(bad_on_one, culprit, case, guarded, scheme)
     rank_pools(3).close()
     for rank, (name, text, named, took) in enumerate(found):
         assert took < 30

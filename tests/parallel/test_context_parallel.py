@@ -11,13 +11,13 @@ from tests.ops.test_attention import run as run_one
 from tests.parallel import context_worker as worker
 from tests.parallel.context_worker import DIM, HEADS, PACKS
 
-LAYOUTS, SCHEMES = ("contiguous", "round_robin"), ("home", "balanced", "auto")
+LAYOUTS, SCHEMES = ("contiguous", "round_robin"), ("home", "balanced", "heads", "auto")
 CASES = [
     *((2, layout, scheme) for layout in LAYOUTS for scheme in SCHEMES),
-    *((3, "contiguous", scheme) for scheme in ("home", "balanced")),
-    (3, "round_robin", "home"),
-    (4, "contiguous", "balanced"),
-    (4, "round_robin", "home"),
+    *((3, "contiguous", scheme) for scheme in ("home", "balanced", "heads")),
+    *((3, "round_robin", scheme) for scheme in ("home", "heads")),
+    *((4, "contiguous", scheme) for scheme in ("balanced", "heads")),
+    *((4, "round_robin", scheme) for scheme in ("home", "heads")),
 ]
 
 

@@ -189,12 +189,18 @@ def test_explain_says_who_computes_what_and_why():
     dear, cheap = (Prices({"bfloat16": 1e-9}, byte, 1e-6) for byte in (1.0, 1e-12))
     pack, tokens = make_pack([0, 4096], None, None)
 
-    def text(scheme, prices):
-        return ContextPlan(pack, tokens, ranks=4, rank=0, scheme=scheme, prices=prices).explain()
+    def text(scheme, prices, *heads):
+        return ContextPlan(pack, tokens, ranks=4, rank=0, scheme=scheme, prices=prices).explain(*heads)
 
     assert "rows stay home: their traffic would cost more" in text("auto", dear)
-    assert "rows migrate: the time saved exceeds their traffic by" in text("auto", cheap)
+    assert "rows migrate: the time saved exceeds their traffic by" in text("auto", cheap, 3, 1)
     assert "the scheme was forced: 0 rows migrate" in text("home", cheap)
+    assert "the scheme was forced: heads of 1 document are split, 3072 rows' worth of queries travel" in text(
+        "heads", dear
+    )
+    assert "  heads of 1 document split, other rows: home " in text("auto", cheap)
+    split = "heads of 1 document are split, 3072 rows' worth of queries travel: the time saved exceeds"
+    assert split in text("auto", cheap, 32, 32)
     with pytest.raises(ValueError, match="no score of float32, only of bfloat16"):
         ContextPlan(pack, tokens, prices=cheap).explain(dtype=torch.float32)
     short, tokens = make_pack([0, 16, 32, 48, 64], None, None)
@@ -209,7 +215,7 @@ def operator_checks():
     route = Route.of(moves, rank, world, 5, 6)
     x = torch.randn(5, 3, requires_grad=True)
     arguments = (route.sends, route.receipts, route.own, route.send_rows, route.receive_rows, route.own_after,
-                 route.rows_out, route.used, dist.group.WORLD.group_name, route.words)  # fmt: skip
+                 route.rows_out, route.used, route.runs, dist.group.WORLD.group_name, route.words)  # fmt: skip
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.automodel_c.exchange_rows.default, (x, *arguments), test_utils=tests)
     out = exchange(x, route, dist.group.WORLD)

@@ -74,12 +74,17 @@ def test_plan_explains_a_pack(capsys):
     assert lines[0].startswith("9 documents, 163840 tokens (+0 padding), longest 131072; 8 ranks hold 20480 rows each")
     assert [line.split()[0] for line in lines[3:11]] == [str(rank) for rank in range(8)]
     assert max(float(line.split()[1]) for line in lines[3:11]) <= 1.05
-    assert "rows migrate: the time saved exceeds their traffic" in lines[12]
-    assert "documents that go on to another rank: 1, over 6 edges" in lines[13]
-    assert lines[14].startswith("  gated delta rule, 64 heads of 128 x 128: 21 messages, 144.000 MiB")
+    assert lines[12].startswith("  rows: home ") and lines[13].startswith(
+        "  heads of 1 document split, other rows: home "
+    )
+    assert "the time saved exceeds their traffic" in lines[14]
+    assert "documents that go on to another rank: 1, over 6 edges" in lines[15]
+    assert lines[16].startswith("  gated delta rule, 64 heads of 128 x 128: 21 messages, 144.000 MiB")
     assert main([*arguments, "--scheme", "home", "--full", "--dtype", "float32"]) == 0
     out = capsys.readouterr().out
     assert "float32, not causal; scheme home" in out and "the scheme was forced: 0 rows migrate" in out
+    assert main([*arguments, "--scheme", "heads"]) == 0
+    assert "the scheme was forced: heads of 1 document are split" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
