@@ -149,14 +149,23 @@ def _trouble(grid, rows, merge):
 
 def _exchange(note, group):
     """Every rank's note, as bytes of equal length."""
-    nccl = dist.get_backend(group) == "nccl"
-    device = torch.device("cuda", torch.cuda.current_device()) if nccl else "cpu"
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else "cpu"
     mine = torch.frombuffer(bytearray(note.ljust(_NOTE, b"\0")), dtype=torch.uint8).to(device)
     notes = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    entered = alarms.enter(group, "the notes of shard_vision")
-    work = dist.all_gather(notes, mine, group=group, async_op=True)
-    work.wait() if nccl else alarms.wait(alarms.start(lambda: [work]), entered)
+    _together(group, "the notes of shard_vision", lambda: dist.all_gather(notes, mine, group=group, async_op=True))
     return [bytes(n.tolist()) for n in notes]
+
+
+def _together(group, words, post):
+    """Waits for the Work that ``post`` starts, a collective; where ranks differ in the words every rank raises.
+
+    Those that it waits for may be in another exchange, or on their way to it with an exception.
+    """
+    if dist.get_backend(group) == "nccl":
+        post().wait()
+        return
+    entered = alarms.enter(group, words)
+    alarms.wait(alarms.start(lambda: [post()]), entered)
 
 
 def _tokens_of(result):
@@ -210,11 +219,11 @@ class _GatherTokens(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, tokens, group):
-        ctx.tokens, ctx.group = tokens, group
+        ctx.tokens, ctx.group, ctx.words = tokens, group, f"{sum(tokens)} tokens of shard_vision, {x.shape[1]} wide"
         mine = x.new_zeros(max(tokens), x.shape[1])
         mine[: len(x)] = x
         messages = [torch.empty_like(mine) for _ in tokens]
-        dist.all_gather(messages, mine, group=group)
+        _together(group, ctx.words, lambda: dist.all_gather(messages, mine, group=group, async_op=True))
         return torch.cat([m[:n] for m, n in zip(messages, tokens, strict=True)])
 
     @staticmethod
@@ -222,7 +231,12 @@ class _GatherTokens(torch.autograd.Function):
     def backward(ctx, grad):
         own = ctx.tokens[dist.get_rank(ctx.group)]
         parts = grad.new_empty(own * len(ctx.tokens), grad.shape[1])
-        dist.all_to_all_single(parts, grad.contiguous(), [own] * len(ctx.tokens), list(ctx.tokens), group=ctx.group)
+        grad, sizes = grad.contiguous(), ([own] * len(ctx.tokens), list(ctx.tokens))
+        _together(
+            ctx.group,
+            f"gradients of {ctx.words}",
+            lambda: dist.all_to_all_single(parts, grad, *sizes, group=ctx.group, async_op=True),
+        )
         total = torch.zeros(
             own, grad.shape[1], dtype=torch.promote_types(grad.dtype, torch.float32), device=grad.device
         )

@@ -107,7 +107,9 @@ def see(change=None, media=None, raises=None, **config):
 
         given = media(pixels(), torch.tensor(GRID)) if odd and media else (pixels(), torch.tensor(GRID))
         visual.spatial_merge_size = 2
-        shard_vision(visual, *given, cp.group, {**ON, **(config if odd else {})})
+        tokens = shard_vision(visual, *given, cp.group, {**ON, **(config if odd else {})})[0]
+        if tokens.requires_grad:
+            tokens.sum().backward()
         cp.gather(torch.zeros(2, 1), cp.plan(tokens=2 * cp.ranks))
 
     return call
@@ -159,6 +161,10 @@ CASES = {
     "tower: width": Case(see(lambda r: (r[0][:, :4], r[1])), "hold different results of their towers"),
     "tower: dtype": Case(see(lambda r: (r[0].double(), r[1])), "hold different results of their towers"),
     "tower: no result": Case(see(lambda r: None), "TypeError: shard_vision: the tower returned NoneType"),
+    "tower: no gradient": Case(
+        see(lambda r: (r[0].detach(), [x.detach() for x in r[1]])), "gradients of 13 tokens of shard_vision, 18 wide",
+        "plan of 1 documents",
+    ),
     "frames: key": Case(see(min_frame=1), "ValueError: ", "min_frame"),
     "frames: value": Case(see(min_tokens=-1), "ValueError: frame_sharding.min_tokens is -1"),
     "frames: alpha": Case(see(cost_alpha=7), "hold different configurations"),
