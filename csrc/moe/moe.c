@@ -7,7 +7,7 @@
 #include "moe_plan.h"
 
 #ifndef AM_WITH_CUDA
-#define am_cuda_moe_plan(a, row, bytes) am_no_cuda("moe")
+#define am_cuda_moe_plan(a, row, bytes) ((void)(bytes), am_no_cuda("moe"))
 #define am_cuda_moe_forward(a, ex) am_no_cuda("moe")
 #define am_cuda_moe_backward(a, ex) am_no_cuda("moe")
 #endif
