@@ -10,7 +10,7 @@ ASAN_COPY := automodel_c tests benchmarks csrc examples tools setup.py pyproject
 C_FILES := $(shell git ls-files 'csrc/*.[ch]' 'csrc/*.inc' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.c')
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build demo demo-dp test test-isa asan tsan fuzz leaks lint fix bench cuda-report clean
+.PHONY: help venv build demo demo-dp test test-isa asan tsan fuzz leaks lint fix bench cpu-only cuda-report clean
 
 help: ## print this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' | awk -F'|' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -73,6 +73,10 @@ fix: venv ## format everything
 bench: build ## every operator beside its peers; JSON into benchmarks/results
 	for file in benchmarks/ops/bench_*.py; do $(PY) -m benchmarks.ops.$$(basename $$file .py) || exit 1; done
 	$(PY) -m benchmarks.recipes.bench_step
+
+cpu-only: venv ## compile without CUDA, apart in build/cpu, and load it
+	AM_CUDA=0 $(PY) setup.py -q build_ext --build-lib build/cpu
+	cd build/cpu/automodel_c && $(abspath $(PY)) -c 'import _amcore; assert not _amcore.build_info()["cuda"]'
 
 cuda-report: build ## registers, shared memory and spills of every CUDA kernel
 	$(PY) tools/ptxas_table.py
