@@ -82,13 +82,13 @@ class Build(build_ext):
 
         defines = ["-DPy_LIMITED_API=0x030b0000", f'-DAM_VERSION="{VERSION}"']
         defines += [f'-DAM_SANITIZER="{SANITIZE}"'] if SANITIZE else []
-        link = ["-shared", "-pthread", "-Wl,--exclude-libs,ALL", "-lm", *SANITIZERS[SANITIZE]]
+        link = ["-shared", "-pthread", "-Wl,--exclude-libs,ALL", "-lm", "-ldl", *SANITIZERS[SANITIZE]]
         if cuda:
             release = subprocess.run([cuda[0], "--version"], check=True, capture_output=True, text=True).stdout
             version = re.search(r"release ([\d.]+)", release)[1]
             defines += ["-DAM_WITH_CUDA=1", f'-DAM_CUDA_VERSION="{version}"']
             library = next(d for d in (cuda[1] / "lib64", cuda[1] / "lib") if (d / "libcudart_static.a").exists())
-            link += [f"-L{library}", "-lcudart_static", "-lrt", "-ldl", "-lstdc++"]
+            link += [f"-L{library}", "-lcudart_static", "-lrt", "-lstdc++"]
             print(f"automodel_c: building for the CPU and CUDA {version} ({cuda[0]})")
         paths = [f"-I{ROOT / d}" for d in INCLUDES]
         paths += [f"-isystem{d}" for d in (*self.compiler.include_dirs, numpy.get_include())]

@@ -6,12 +6,22 @@
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stdlib.h>
+#include <time.h>
+
+#include "am_openmp.h"
+
+/* A team is waited for to its last thread, and that one may have no core: where a thread came LATE_NS after the first
+ * had finished, and found nothing to do, as many of the next jobs go to workers of ours, who are not waited for; twice
+ * as many each time, at most MOST. */
+enum { LATE_NS = 300 * 1000, FEWEST = 32, MOST = 1 << 13 };
 
 typedef struct job {
     am_range_fn fn;
     void *ctx;
     int64_t n, grain;
     atomic_llong next; /* first index that nobody has taken */
+    atomic_llong done; /* when a thread found that nothing was left, 0 until then */
+    atomic_bool idle;  /* a thread found nothing to do at all */
 } job;
 
 /* `submit` is held by the one thread whose job is running; `lock` guards everything below it. */
@@ -22,6 +32,8 @@ static struct {
     int spawned;     /* workers that exist */
     int running;     /* workers inside the job */
     int helpers;     /* workers wanted for the open job */
+    int avoid, last; /* jobs that the team is still not to be asked for, and how many they were; under `submit` */
+    bool forked;     /* this process is the child of a fork: an OpenMP team that it knows of has no threads */
     uint64_t serial; /* counts jobs, so that a worker joins each at most once */
 } pool = {.submit = PTHREAD_MUTEX_INITIALIZER,
           .lock = PTHREAD_MUTEX_INITIALIZER,
@@ -46,6 +58,7 @@ static void after_fork_parent(void)
 static void after_fork_child(void)
 {
     pool.open = NULL;
+    pool.forked = true;
     pool.spawned = pool.running = pool.helpers = 0;
     pthread_cond_init(&pool.wake, NULL);
     pthread_cond_init(&pool.idle, NULL);
@@ -81,6 +94,13 @@ void am_set_num_threads(int n)
 {
     pthread_once(&once, init);
     atomic_store(&wanted_threads, n < 1 ? 1 : n > AM_MAX_THREADS ? AM_MAX_THREADS : n);
+}
+
+static long long now_ns(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec * 1000000000LL + t.tv_nsec;
 }
 
 static void run_chunks(job *j)
@@ -131,12 +151,60 @@ static void spawn_up_to(int count)
     pthread_sigmask(SIG_SETMASK, &old, NULL);
 }
 
+/* Runs the job on this thread and on `helpers` of ours. */
+static void run_on_workers(job *j, int helpers)
+{
+    pthread_mutex_lock(&pool.lock);
+    spawn_up_to(helpers);
+    pool.open = j;
+    pool.helpers = helpers;
+    pool.serial++;
+    pthread_cond_broadcast(&pool.wake);
+    pthread_mutex_unlock(&pool.lock);
+
+    run_chunks(j);
+
+    pthread_mutex_lock(&pool.lock);
+    pool.open = NULL;
+    while (pool.running > 0)
+        pthread_cond_wait(&pool.idle, &pool.lock);
+    pthread_mutex_unlock(&pool.lock);
+}
+
+static void run_and_note(void *ctx)
+{
+    job *const j = ctx;
+    if (atomic_load(&j->next) >= j->n)
+        atomic_store(&j->idle, true);
+    run_chunks(j);
+    long long none = 0;
+    atomic_compare_exchange_strong(&j->done, &none, now_ns());
+}
+
+/* Runs the job on the OpenMP team of this thread, if there is one that may be asked. */
+static bool run_on_team(job *j, int threads)
+{
+    if (pool.forked || pool.avoid > 0) {
+        pool.avoid -= pool.avoid > 0;
+        return false;
+    }
+    if (!am_openmp_run(threads, run_and_note, j))
+        return false;
+    if (atomic_load(&j->idle) && now_ns() - atomic_load(&j->done) > LATE_NS)
+        pool.avoid = pool.last = pool.last == 0 ? FEWEST : pool.last < MOST ? 2 * pool.last : MOST;
+    else
+        pool.last = 0;
+    return true;
+}
+
 void am_parallel_for(int64_t n, int64_t grain, am_range_fn fn, void *ctx)
 {
     if (n <= 0)
         return;
     job j = {.fn = fn, .ctx = ctx, .n = n, .grain = grain < 1 ? 1 : grain > n ? n : grain};
     atomic_init(&j.next, 0);
+    atomic_init(&j.done, 0);
+    atomic_init(&j.idle, false);
     const int64_t chunks = n / j.grain + (n % j.grain != 0);
     const int threads = am_num_threads();
     const int helpers = chunks < threads ? (int)chunks - 1 : threads - 1;
@@ -144,20 +212,7 @@ void am_parallel_for(int64_t n, int64_t grain, am_range_fn fn, void *ctx)
         run_chunks(&j);
         return;
     }
-    pthread_mutex_lock(&pool.lock);
-    spawn_up_to(helpers);
-    pool.open = &j;
-    pool.helpers = helpers;
-    pool.serial++;
-    pthread_cond_broadcast(&pool.wake);
-    pthread_mutex_unlock(&pool.lock);
-
-    run_chunks(&j);
-
-    pthread_mutex_lock(&pool.lock);
-    pool.open = NULL;
-    while (pool.running > 0)
-        pthread_cond_wait(&pool.idle, &pool.lock);
-    pthread_mutex_unlock(&pool.lock);
+    if (!run_on_team(&j, threads))
+        run_on_workers(&j, helpers);
     pthread_mutex_unlock(&pool.submit);
 }

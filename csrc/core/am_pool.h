@@ -3,7 +3,8 @@
  * am_parallel_for cuts [0, n) into chunks of `grain` and calls fn on each. Where the cuts fall depends on `grain`
  * alone, so a result that is written per chunk has no thread count in it. fn must not fail and must not touch
  * Python. A second call from another thread, while one is running, runs on its own thread. After fork the child
- * starts without workers and makes its own at its first call.
+ * starts without workers and makes its own at its first call. Jobs run on the OpenMP team of the caller where that has
+ * as many threads as are wanted and comes in time (am_openmp.h), else on workers of the pool.
  */
 #ifndef AM_POOL_H
 #define AM_POOL_H

@@ -1,6 +1,6 @@
 /* pool_tsan.c -- drives the thread pool alone, to be run under ThreadSanitizer as well as plain.
  *
- *     cc -pthread -Icsrc/core tests/core/pool_tsan.c csrc/core/am_pool.c -o pool && ./pool ROUNDS
+ *     cc -pthread -Icsrc/core tests/core/pool_tsan.c csrc/core/am_pool.c csrc/core/am_openmp.c -o pool && ./pool ROUNDS
  *
  * Every element of a job must be visited exactly once: with any grain and thread count, from several submitters at
  * once, from inside a job, while another thread changes the thread count, and in the child of a fork.
