@@ -33,6 +33,27 @@ def test_loss_and_gradients_are_transformers(tmp_path, family):
         packs.compare(runs[name], runs["naive"], runs["truth"], name)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_few_labels(tmp_path, family):
+    """The last layer's MLP, the norm and the head see rows with a label alone."""
+    documents, seen = [dict(d) for d in packs.PACKS["mixed"]], []
+    for d in documents:
+        d["labels"] = d["labels"].clone()
+        d["labels"][:-3] = -100
+    runs = {name: [] for name in ("truth", "naive", "pack", "padded")}
+    for seed in SEEDS:
+        reference, model = packs.checkpoint(tmp_path / str(seed), family, seed=seed)
+        model.model.language_model.norm.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+        with models.Exact():
+            runs["truth"].append(packs.theirs(models.in_float64(reference), documents))
+        runs["naive"].append(packs.theirs(reference, documents))
+        runs["pack"].append(packs.ours(model, packs.pack(documents)))
+        runs["padded"].append(packs.ours(model, packs.pack(documents, padding=3)))
+    assert set(seen) == {packs.label_count(documents)}
+    for name in ("pack", "padded"):
+        packs.compare(runs[name], runs["naive"], runs["truth"], name)
+
+
 def test_given_positions_are_taken(tmp_path):
     documents = packs.PACKS["mixed"]
     _, model = packs.checkpoint(tmp_path, "qwen3_5")

@@ -121,8 +121,11 @@ class Qwen3_5(nn.Module):
         """
         batch = self._batch(batch, labels=True)
         embeddings = self._embed(batch)
-        hidden, stats = self._decode(embeddings, batch)
-        loss = lm_loss = self._cross_entropy(hidden, batch.labels, batch)
+        whole = self.mtp is not None or self.has_aux_loss  # they read every row of the last layer
+        rows = None if whole else batch.labelled_rows
+        hidden, stats = self._decode(embeddings, batch, rows)
+        labels = batch.labels if rows is None else batch.labels.index_select(0, rows)
+        loss = lm_loss = self._cross_entropy(hidden, labels, batch)
         mtp_loss = aux_loss = torch.zeros_like(lm_loss)
         if self.mtp is not None:
             depths = self.mtp(hidden, embeddings, batch)
@@ -169,9 +172,9 @@ class Qwen3_5(nn.Module):
         seen, places = see(self.model.visual, batch.media, batch.share, self.frame_sharding, embeddings.device)
         return embeddings.index_copy(0, places, seen.to(embeddings.dtype))
 
-    def _decode(self, embeddings, batch):
-        """(hidden states of this rank's own rows, normed; each layer's router statistics)."""
-        return self.model.language_model(embeddings[: len(batch.share.own)], batch.step)
+    def _decode(self, embeddings, batch, rows=None):
+        """(hidden states of this rank's own rows, or of `rows` alone, normed; each layer's router statistics)."""
+        return self.model.language_model(embeddings[: len(batch.share.own)], batch.step, rows)
 
     def _cross_entropy(self, hidden, labels, batch):
         return ops.linear_cross_entropy(

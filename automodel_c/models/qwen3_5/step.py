@@ -91,7 +91,8 @@ class Batch:
     ahead its embeddings reach.
 
     Attributes: share, Share; input_ids int64, of its `rows`; labels int64 [T] of its own rows or None, IGNORE in
-    padding; label_count int64 scalar, how many the whole batch has; real_rows, tokens of the whole batch that are in
+    padding; labelled_rows int64 [n], those that have a label, where the host knows them and they are few, else None;
+    label_count int64 scalar, how many the whole batch has; real_rows, tokens of the whole batch that are in
     documents; num_label_tokens, what losses are divided by; step, Step; media, Media.
     """
 
@@ -124,6 +125,7 @@ class Batch:
         self.step = Step(pack, share.take(self._positions, 0).to(device), padding, plan)
         self.input_ids = share.take(torch.from_numpy(host_ids), 0, None if plan is None else share.rows).to(device)
         self.labels = None if self._labels is None else share.take(self._labels, IGNORE)
+        self.labelled_rows = _few(self.labels) if plan is None else None
 
     def ahead(self, k):
         """The `Ahead` of depth k, made from the whole pack: a document's next rows may be another rank's."""
@@ -258,6 +260,14 @@ def _positions(given, types, pack, grids, config):
         return positions.long()
     merge = config.vision.spatial_merge_size
     return torch.from_numpy(pack_positions(types, pack.docs, *grids, merge, "batch"))
+
+
+def _few(labels):
+    """Rows of labels on the host that have one, None where they are none or more than half."""
+    if labels is None or labels.device.type != "cpu":
+        return None
+    rows = np.flatnonzero(labels.numpy() != IGNORE)
+    return torch.from_numpy(rows) if 0 < 2 * len(rows) <= len(labels) else None
 
 
 def _labels(given, tokens, real, device):

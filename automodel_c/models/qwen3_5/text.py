@@ -23,12 +23,15 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x, step):
-        """x [T, H] -> ([T, H], its router's statistics, None for a dense MLP)."""
+    def forward(self, x, step, rows=None):
+        """x [T, H] -> ([T, H], its router's statistics, None for a dense MLP). rows int64 [n]: only they go on from the
+        mixer, [n, H] of them is what comes back."""
         mixer = self.self_attn if hasattr(self, "self_attn") else self.linear_attn
-        mixed = mixer(self.input_layernorm(x), step)
+        mixed, padding = mixer(self.input_layernorm(x), step), step.padding
+        if rows is not None:
+            mixed, x, padding = mixed.index_select(0, rows), x.index_select(0, rows), None
         normed, x = self.post_attention_layernorm(mixed, residual=x)
-        out = self.mlp(normed, step.padding) if isinstance(self.mlp, SparseMoE) else (self.mlp(normed), None)
+        out = self.mlp(normed, padding) if isinstance(self.mlp, SparseMoE) else (self.mlp(normed), None)
         return x + out[0], out[1]
 
 
@@ -42,11 +45,13 @@ class TextModel(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.recompute = False
 
-    def forward(self, x, step):
-        """x [T, H], embeddings with media in place -> (hidden states [T, H], normed; each layer's statistics)."""
-        stats = []
-        for layer in self.layers:
-            x, routed = run(layer, self.recompute, x, step, context_fn=step.checkpoint_context)
+    def forward(self, x, step, rows=None):
+        """x [T, H], embeddings with media in place -> (hidden states [T, H], normed; each layer's statistics). rows
+        int64 [n], none of them padding: the only ones whose hidden states are wanted, [n, H]."""
+        stats, last = [], len(self.layers) - 1
+        for i, layer in enumerate(self.layers):
+            wanted = rows if i == last else None
+            x, routed = run(layer, self.recompute, x, step, wanted, context_fn=step.checkpoint_context)
             stats.append(routed)
         return self.norm(x), stats
 
