@@ -175,6 +175,7 @@ def gdn_gate_backward(
 
 # gdn
 def gated_delta_rule_workspace(q: Tensor, v: Tensor, docs: Index, *, backward: bool) -> int: ...
+def gated_delta_rule_row(q: Tensor, k: Tensor, v: Tensor, docs: Index, *, backward: bool) -> str: ...
 def gated_delta_rule_forward(
     o: Tensor,
     workspace: Tensor,
@@ -187,6 +188,7 @@ def gated_delta_rule_forward(
     initial: Tensor | None = None,
     final: Tensor | None = None,
     states: Tensor | None = None,
+    device_docs: Tensor | None = None,  # int64 [3 N]: docs, the order of work; needed on CUDA
     *,
     scale: float,
     l2norm: bool,
@@ -209,6 +211,7 @@ def gated_delta_rule_backward(
     states: Tensor | None = None,
     dfinal: Tensor | None = None,
     dinitial: Tensor | None = None,
+    device_docs: Tensor | None = None,  # int64 [3 N]: docs, the order of work; needed on CUDA
     *,
     scale: float,
     l2norm: bool,

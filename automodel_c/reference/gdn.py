@@ -13,7 +13,7 @@ def gated_delta_rule(q, k, v, g, beta, docs, *, scale=None, qk_l2norm=True, init
     scale = q.shape[2] ** -0.5 if scale is None else scale
     group = v.shape[1] // k.shape[1]
     rows, finals = [torch.zeros_like(v[:0])], []
-    places = [torch.arange(0)]
+    places = [torch.arange(0, device=v.device)]
     for n, (start, end) in enumerate(docs):
         shape = (v.shape[1], k.shape[2], v.shape[2])
         state = v.new_zeros(shape) if initial_state is None else initial_state[n]
@@ -24,7 +24,7 @@ def gated_delta_rule(q, k, v, g, beta, docs, *, scale=None, qk_l2norm=True, init
             known = torch.einsum("hkv,hk->hv", state, key)
             state = state + torch.einsum("hk,hv->hkv", key, beta[t][:, None] * (v[t] - known))
             rows.append(torch.einsum("hkv,hk->hv", state, query)[None])
-        places.append(torch.arange(int(start), int(end)))
+        places.append(torch.arange(int(start), int(end), device=v.device))
         finals.append(state)
     o = torch.zeros_like(v).index_copy(0, torch.cat(places), torch.cat(rows))
     return o, torch.stack(finals) if finals else v.new_zeros(0, v.shape[1], k.shape[2], v.shape[2])

@@ -112,11 +112,44 @@ static am_status check_backward(const am_gdn_args *a)
     return check_states(a, &a->dinitial, "the gradient of initial_state");
 }
 
-static am_status pick_row(const am_exec *ex, const gdn_row **row)
+static const gdn_row *pick_row(void)
 {
     static const gdn_row *const rows[AM_ISA_COUNT] = {&am_gdn_scalar, &am_gdn_avx2, &am_gdn_avx512, &am_gdn_avx512};
-    AM_CHECK(ex->dev == AM_DEV_CPU, AM_ERR_UNSUPPORTED, "gated_delta_rule: there are kernels for the CPU only");
-    *row = rows[am_cpu_isa()];
+    return rows[am_cpu_isa()];
+}
+
+#ifndef AM_WITH_CUDA
+am_status am_cuda_gdn_plan(const am_gdn_args *a, bool backward, const char **row, size_t *bytes)
+{
+    (void)a, (void)backward, (void)row, (void)bytes;
+    return am_no_cuda("gated_delta_rule");
+}
+am_status am_cuda_gdn_forward(const am_gdn_args *a, const am_exec *ex)
+{
+    (void)a, (void)ex;
+    return am_no_cuda("gated_delta_rule");
+}
+am_status am_cuda_gdn_backward(const am_gdn_args *a, const am_exec *ex)
+{
+    (void)a, (void)ex;
+    return am_no_cuda("gated_delta_rule");
+}
+#endif
+
+static am_status check_cuda(const am_gdn_args *a, bool backward)
+{
+    const am_tensor *const docs = &a->device_docs;
+    const int64_t needed = 3 * (a->docs.n / 2);
+    const char *row = NULL;
+    size_t least = 0;
+    AM_TRY(gdn_check_docs(&a->docs, a->q.shape[0]));
+    AM_TRY(am_cuda_gdn_plan(a, backward, &row, &least));
+    AM_CHECK(docs->dtype == AM_I64 && docs->ndim == 1 && am_is_contiguous(docs), AM_ERR_DTYPE,
+             "gated_delta_rule: device_docs must be contiguous int64 of one axis, beside q");
+    AM_CHECK(docs->shape[0] == needed, AM_ERR_SHAPE, "gated_delta_rule: device_docs has %lld elements, %lld are needed",
+             (long long)docs->shape[0], (long long)needed);
+    const size_t given = (size_t)a->workspace.shape[0];
+    AM_CHECK(given >= least, AM_ERR_SHAPE, "gated_delta_rule: workspace has %zu bytes, %zu are needed", given, least);
     return AM_OK;
 }
 
@@ -136,24 +169,41 @@ static void clear_gaps(const am_tensor *t, const am_i64_array *docs)
 
 am_status am_gdn_workspace(am_gdn_args *a, const am_exec *ex)
 {
-    const gdn_row *row = NULL;
     gdn_job job;
     size_t bytes = 0;
     AM_TRY(check_sizes(a));
-    AM_TRY(pick_row(ex, &row));
-    AM_TRY(gdn_plan(a, row, a->backward, &job, &bytes));
+    if (ex->dev == AM_DEV_CPU) {
+        AM_TRY(gdn_plan(a, pick_row(), a->backward, &job, &bytes));
+    } else {
+        AM_TRY(gdn_check_docs(&a->docs, a->q.shape[0]));
+        AM_TRY(am_cuda_gdn_plan(a, a->backward, &a->row, &bytes));
+    }
     a->workspace_bytes = (int64_t)bytes;
+    return AM_OK;
+}
+
+am_status am_gdn_row(am_gdn_args *a, const am_exec *ex)
+{
+    size_t bytes = 0;
+    AM_TRY(check_sizes(a));
+    AM_TRY(check_rows(&a->k, "k", a->q.dtype, a->q.shape[0], a->q.shape[1], a->q.shape[2]));
+    AM_TRY(gdn_check_docs(&a->docs, a->q.shape[0]));
+    if (ex->dev != AM_DEV_CPU)
+        return am_cuda_gdn_plan(a, a->backward, &a->row, &bytes);
+    a->row = pick_row()->name;
     return AM_OK;
 }
 
 am_status am_gdn_forward(const am_gdn_args *a, const am_exec *ex)
 {
-    const gdn_row *row = NULL;
     gdn_job job;
     size_t bytes = 0;
     AM_TRY(check_forward(a));
-    AM_TRY(pick_row(ex, &row));
-    AM_TRY(gdn_plan(a, row, false, &job, &bytes));
+    if (ex->dev != AM_DEV_CPU) {
+        AM_TRY(check_cuda(a, false));
+        return am_cuda_gdn_forward(a, ex);
+    }
+    AM_TRY(gdn_plan(a, pick_row(), false, &job, &bytes));
     AM_TRY(gdn_layout(&job, &a->workspace));
     clear_gaps(&a->o, &a->docs);
     gdn_run(&job);
@@ -163,12 +213,14 @@ am_status am_gdn_forward(const am_gdn_args *a, const am_exec *ex)
 am_status am_gdn_backward(const am_gdn_args *a, const am_exec *ex)
 {
     const am_tensor *const grads[] = {&a->dq, &a->dk, &a->dv, &a->dg, &a->dbeta};
-    const gdn_row *row = NULL;
     gdn_job job;
     size_t bytes = 0;
     AM_TRY(check_backward(a));
-    AM_TRY(pick_row(ex, &row));
-    AM_TRY(gdn_plan(a, row, true, &job, &bytes));
+    if (ex->dev != AM_DEV_CPU) {
+        AM_TRY(check_cuda(a, true));
+        return am_cuda_gdn_backward(a, ex);
+    }
+    AM_TRY(gdn_plan(a, pick_row(), true, &job, &bytes));
     AM_TRY(gdn_layout(&job, &a->workspace));
     for (size_t i = 0; i < sizeof grads / sizeof *grads; i++)
         clear_gaps(grads[i], &a->docs);

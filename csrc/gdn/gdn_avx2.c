@@ -10,4 +10,4 @@
 #include "am_vec_avx2.inc"
 #include "gdn_cpu.inc"
 
-const gdn_row am_gdn_avx2 = {forward, backward};
+const gdn_row am_gdn_avx2 = {"avx2", forward, backward};

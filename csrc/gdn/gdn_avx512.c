@@ -10,4 +10,4 @@
 #include "am_vec_avx512.inc"
 #include "gdn_cpu.inc"
 
-const gdn_row am_gdn_avx512 = {forward, backward};
+const gdn_row am_gdn_avx512 = {"avx512", forward, backward};

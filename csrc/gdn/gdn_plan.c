@@ -4,7 +4,7 @@
 
 enum { CLASSES = 256, FEW = 4 }; /* FEW: tasks a thread below which a group is cut */
 
-static am_status check_docs(const am_i64_array *docs, int64_t tokens)
+am_status gdn_check_docs(const am_i64_array *docs, int64_t tokens)
 {
     AM_CHECK(docs->n % 2 == 0, AM_ERR_SHAPE, "gated_delta_rule: docs has %lld elements, an even number is needed",
              (long long)docs->n);
@@ -113,7 +113,7 @@ static size_t place_shared(gdn_job *job, char *base)
 
 am_status gdn_plan(const am_gdn_args *a, const gdn_row *row, bool backward, gdn_job *job, size_t *bytes)
 {
-    AM_TRY(check_docs(&a->docs, a->q.shape[0]));
+    AM_TRY(gdn_check_docs(&a->docs, a->q.shape[0]));
     *job = (gdn_job){.a = a, .row = row, .backward = backward, .n_docs = a->docs.n / 2, .key_heads = a->q.shape[1]};
     job->group = a->v.shape[1] / job->key_heads;
     job->dk = a->q.shape[2];

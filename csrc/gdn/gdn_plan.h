@@ -69,6 +69,7 @@ typedef struct gdn_job gdn_job;
 typedef void (*gdn_fn)(const gdn_job *, const gdn_task *, const gdn_buffers *);
 
 typedef struct gdn_row { /* the kernels of one instruction set */
+    const char *name;
     gdn_fn forward, backward;
 } gdn_row;
 
@@ -86,6 +87,9 @@ struct gdn_job {
     gdn_task *tasks;
     am_slots slots;
 };
+
+/* The documents are pairs that ascend and fit. */
+am_status gdn_check_docs(const am_i64_array *docs, int64_t tokens);
 
 /* Checks the documents and sizes everything. */
 am_status gdn_plan(const am_gdn_args *a, const gdn_row *row, bool backward, gdn_job *job, size_t *bytes);

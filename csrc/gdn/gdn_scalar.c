@@ -8,4 +8,4 @@
 #include "am_vec_scalar.inc"
 #include "gdn_cpu.inc"
 
-const gdn_row am_gdn_scalar = {forward, backward};
+const gdn_row am_gdn_scalar = {"scalar", forward, backward};

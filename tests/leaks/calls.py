@@ -222,24 +222,28 @@ def gdn(method, label, raises=None, **changes):
     def make():
         names = {
             "gated_delta_rule_workspace": "q v",
+            "gated_delta_rule_row": "q k v",
             "gated_delta_rule_forward": "o workspace q k v g beta",
             "gated_delta_rule_backward": "dq dk dv dg dbeta workspace dout q k v g beta",
         }[method].split()
         arguments = {name: torch.zeros(5, 1 if name in ("q", "k", "dq", "dk") else 2, 8) for name in names}
         arguments |= {name: torch.zeros(5, 2) for name in ("g", "beta", "dg", "dbeta") if name in names}
         arguments["docs"] = [0, 2, 2, 5]
-        if method == "gated_delta_rule_workspace":
+        if method in ("gated_delta_rule_workspace", "gated_delta_rule_row"):
             arguments["backward"] = False
         else:
             arguments |= {"workspace": torch.zeros(1 << 21, dtype=torch.uint8), "scale": 1.0, "l2norm": True}
         arguments.update({name: value() if callable(value) else value for name, value in changes.items()})
         return (), {name: value for name, value in arguments.items() if value is not Ellipsis}
 
-    return Call(method, label, make, raises, slow=20 if raises is None and "workspace" not in method else 1)
+    runs = raises is None and method in ("gated_delta_rule_forward", "gated_delta_rule_backward")
+    return Call(method, label, make, raises, slow=20 if runs else 1)
 
 
 def gdn_calls():
-    for method in ("gated_delta_rule_workspace", "gated_delta_rule_forward", "gated_delta_rule_backward"):
+    for method in (
+        "gated_delta_rule_workspace", "gated_delta_rule_row", "gated_delta_rule_forward", "gated_delta_rule_backward",
+    ):  # fmt: skip
         yield gdn(method, "plain")
         yield gdn(method, "missing", TypeError, docs=...)
         yield gdn(method, "unexpected", TypeError, other=1)

@@ -459,9 +459,18 @@ def test_small_workspace_is_refused(guarded):
 
 @pytest.mark.parametrize("docs", [[0, 6, 5], [3, 2], [0, 7], [-1, 3]])
 def test_documents_are_checked_in_c(docs):
-    q, _, v, *_ = draw(6)
+    q, k, v, *_ = draw(6)
     with pytest.raises(ValueError, match="docs"):
         _amcore.gated_delta_rule_workspace(q, v, docs, backward=False)
+    with pytest.raises(ValueError, match="docs"):
+        _amcore.gated_delta_rule_row(q, k, v, docs, backward=False)
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_rows_have_the_names_of_instruction_sets(isa, backward):
+    q, k, v, *_ = draw(6)
+    row = _amcore.gated_delta_rule_row(q, k, v, [0, 6], backward=backward)
+    assert row == _amcore.build_info()["isa"].removesuffix("_bf16")
 
 
 # With the rest of torch.
@@ -518,7 +527,7 @@ def test_checkpoint_compile_and_repeated_backward(seed):
 def test_operators_are_registered_rightly(seed, monkeypatch, state):
     monkeypatch.setattr(_alloc, "empty", lambda shape, dtype, device: torch.empty(shape, dtype=dtype, device=device))
     *tensors_, initial, _, _ = (None if x is None else x.requires_grad_() for x in draw(9, 2, state=state))
-    arguments = (*tensors_, torch.tensor([0, 4, 4, 9]), initial, 0.25, True, state, True)
+    arguments = (*tensors_, torch.tensor([0, 4, 4, 9]), None, initial, 0.25, True, state, True)
     torch.library.opcheck(torch.ops.automodel_c.gated_delta_rule_forward.default, arguments)
 
 
@@ -534,7 +543,7 @@ def test_only_what_is_asked_for_is_kept(seed):
     assert gated_delta_rule(*inputs[:5])[1] is None
     forward = torch.ops.automodel_c.gated_delta_rule_forward
     sizes = [
-        forward(*inputs[:5], torch.tensor([0, 1500]), None, 0.25, True, *flags)[1:]
+        forward(*inputs[:5], torch.tensor([0, 1500]), None, None, 0.25, True, *flags)[1:]
         for flags in ((False, False), (True, True))
     ]
     assert [[len(x) for x in pair] for pair in sizes] == [[0, 0], [1, 1]]
