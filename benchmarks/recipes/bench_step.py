@@ -23,8 +23,8 @@ Tried, each by itself:
     workers 0.14. So the pool leaves a team that came late alone for a while: 0.7.
   - OMP_WAIT_POLICY=passive instead, with threads of ours: 56 ms, and transformers 234: every loop pays a wake-up.
   - mixers, experts and tower blocks as one node of autograd each, gradients of inputs added by the products: 2 of 58 ms
-    on one thread (three runs: 60.7 to 58.6, 72.2 to 69.1, 57.7 to 55.7). Calls from Python to torch and to us are as
-    many, only autograd's own nodes, views and sums are gone.
+    on one thread (three runs: 60.7 to 58.6, 72.2 to 69.1, 57.7 to 55.7), for 400 lines; not taken up. Calls from Python
+    to torch and to us are as many, only autograd's own nodes, views and sums are gone.
   - on top, products of one input side by side, weights copied together (in the figures of the three runs): other bits
     than the parts give; not taken up.
   - the last layer's experts, norms and head on rows with a label alone, 45 of 507: 64.8 to 61.4 ms on one thread.
