@@ -42,8 +42,8 @@ def linear_cross_entropy(hidden, weight, labels, *, num_label_tokens=None, ignor
 
     Raises:
         ValueError: shapes that disagree, a label out of range, a negative count. On CUDA, where nobody waits to look at
-            them, such labels and device counts make the loss and the gradients NaN.
-        TypeError: another dtype. RuntimeError: a second derivative.
+            them, such a label makes the loss, its row's gradient and weight's NaN, and such a device count all of them.
+        TypeError: another dtype. RuntimeError: a second derivative. NotImplementedError: on CUDA, cuBLASLt is nowhere.
     """
     require_tensors("linear_cross_entropy", hidden=hidden, weight=weight, labels=labels)
     count = _count(num_label_tokens, "linear_cross_entropy", hidden.device)
@@ -134,9 +134,9 @@ def _plain_derivative(ctx, dloss, *_):
 
 
 def _plain_fake(logits, labels, count, *_):
-    n = 0 if logits.device.type == "cpu" else len(logits)
-    stats = logits.new_empty((2, n) if n else (0,), dtype=torch.float32)
-    return stats.new_empty(()), stats, labels.new_empty(() if n else (0,), dtype=torch.int64)
+    on_host = logits.device.type == "cpu"
+    stats = logits.new_empty((0,) if on_host else (2, len(logits)), dtype=torch.float32)
+    return stats.new_empty(()), stats, labels.new_empty((0,) if on_host else (), dtype=torch.int64)
 
 
 _plain_backward = define(

@@ -268,31 +268,29 @@ def by_kind(step):
     return {"kinds": dict(sorted(kinds.items(), key=lambda k: -k[1])), "longest": sorted(longest, reverse=True)[:24]}
 
 
-def gate(tiny, device, attention):
+def gate(tiny, device):
     """The error rule on a pack, truth by transformers in fp32, one document at a time."""
     sizes, lengths = (TINY if tiny else NARROW), [70, 3, 129, 1] if tiny else [700, 3, 321, 1]
     x = Inputs(lengths, sizes["hidden_size"], 512, False, device)
     ours = our_model(sizes, 512, device)
-    twin = their_model(sizes, 512, device, "sdpa" if tiny else attention)
+    twin = their_model(sizes, 512, device, "sdpa")
     state = {k.replace("model.language_model.", "model."): v for k, v in ours.state_dict().items() if "visual" not in k}
     twin.inner.load_state_dict(state)
 
-    def results(model, dtype, parts):
+    def results(model, parts):
         model.zero_grad(set_to_none=True)
-        with torch.autocast(device.type, dtype, enabled=False):
-            loss = sum(share * model(one) for share, one in parts)
+        loss = sum(share * model(one) for share, one in parts)
         loss.backward()
         named = {k.replace("language_model.", "").removeprefix("inner."): p.grad for k, p in model.named_parameters()}
         chosen = [next(g for k, g in named.items() if part in k) for part in GATED]
         return [loss.detach(), *(g.float() for g in chosen)]
 
     whole, alone = [(1.0, x)], list(x.alone())
-    twin.inner.config._attn_implementation = "sdpa"
-    truth = results(twin, torch.float32, alone)
+    truth = results(twin, alone)
     for model in (ours, twin):
         model.to(torch.bfloat16)
-    naive = results(twin, torch.bfloat16, alone)
-    found = results(ours, torch.bfloat16, whole)
+    naive = results(twin, alone)
+    found = results(ours, whole)
     for part, a, b, c in zip(("loss", *GATED), found, naive, truth, strict=True):
         numbers = assert_as_good_as(a, b, c.double(), name=part, dtype=torch.bfloat16)
         print(f"gate {part:48s} ours {numbers['ours_fro']:.2e}  transformers {numbers['naive_fro']:.2e}", flush=True)
@@ -340,7 +338,7 @@ def main():
     dist.init_process_group("gloo" if options.tiny else "nccl", rank=0, world_size=1, store=dist.HashStore())
     mesh = init_device_mesh(device.type, (1, 1), mesh_dim_names=("dp", "cp"))
     os.environ["FLA_FLASH_QLA"] = "0"
-    gate(options.tiny, device, "sdpa")
+    gate(options.tiny, device)
     rows = []
     for name, shape, make, how, lengths, head, environment in variants(options):
         if options.only and not any(word in f"{name} {shape}" for word in options.only):

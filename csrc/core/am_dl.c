@@ -37,7 +37,8 @@ am_status am_dl_open(void **library, const char *soname, const char *wheel, cons
     if (*library == NULL)
         *library = dlopen(soname, RTLD_NOW);
     const char *const why = *library ? "" : dlerror();
-    AM_CHECK(*library != NULL, AM_ERR_CUDA, "%s was not found (%s): pip install %s", soname, why ? why : "", package);
+    AM_CHECK(*library != NULL, AM_ERR_UNSUPPORTED, "%s was not found (%s): pip install %s", soname, why ? why : "",
+             package);
     return AM_OK;
 }
 
@@ -45,6 +46,7 @@ am_status am_dl_find(void **function, void *library, const char *name)
 {
     *function = dlsym(library, name);
     const char *const why = *function ? "" : dlerror();
-    AM_CHECK(*function != NULL, AM_ERR_CUDA, "%s was not found (%s): the library is too old", name, why ? why : "");
+    AM_CHECK(*function != NULL, AM_ERR_UNSUPPORTED, "%s was not found (%s): the library is too old", name,
+             why ? why : "");
     return AM_OK;
 }

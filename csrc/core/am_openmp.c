@@ -28,6 +28,7 @@ bool am_openmp_run(int threads, void (*fn)(void *ctx), void *ctx)
 {
     if (!find() || atomic_load(&team_size)() != threads)
         return false;
-    atomic_load (&parallel)(fn, ctx, (unsigned)threads, 0);
+    const parallel_fn run = atomic_load(&parallel);
+    run(fn, ctx, (unsigned)threads, 0);
     return true;
 }

@@ -10,7 +10,7 @@
 
 /* Calls fn(ctx) on every thread of the team and returns true once all are back. False, and no call, where there is no
  * OpenMP or its team is not of `threads`: a team that changes its size makes threads anew. Not for the child of a
- * fork that had a team: its threads are gone and would be waited for. */
+ * fork that had a team: its threads are gone and would be waited for (the pool knows of forks since it was loaded). */
 bool am_openmp_run(int threads, void (*fn)(void *ctx), void *ctx);
 
 #endif

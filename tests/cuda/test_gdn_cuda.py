@@ -222,13 +222,28 @@ def test_nothing_to_do(tokens, cu):
     assert not any(made[i].any() for i in (0, 2, 3, 4, 5, 6)) and made[1].shape[0] == len(cu) - 1
 
 
-def test_many_documents(seed):
+@pytest.mark.parametrize("first", [1350, 2711, 5400, 11_961])
+def test_many_documents(seed, first):
+    """Around an edge of the backward pass's segments, between two, and at the end: 39 of them by themselves."""
     cu = offsets(np.random.default_rng(0).integers(0, 7, 12_000))
     inputs = cuda(draw(cu[-1], 12_000, (1, 1), (8, 8), state=False))
     made = ours(inputs, cu_seqlens=cu)
-    own = states_and_rows(inputs, slice(-39, None), slice(int(cu[-40]), None))
-    expected = ours(own, cu_seqlens=cu[-40:] - cu[-40])
-    assert same_bits(states_and_rows(made, slice(-39, None), slice(int(cu[-40]), None)), expected)
+    documents, rows = slice(first, first + 39), slice(int(cu[first]), int(cu[first + 39]))
+    expected = ours(states_and_rows(inputs, documents, rows), cu_seqlens=cu[first : first + 40] - cu[first])
+    assert same_bits(states_and_rows(made, documents, rows), expected)
+
+
+@DTYPES
+@pytest.mark.parametrize("lengths", [[1023, 7170, 1807], [700] * 20, [8190, 1, 1, 1, 900]], ids=str)
+def test_each_document_over_an_edge_of_segments(seed, dtype, lengths):
+    """A document that reaches over the edge without a step of its own behind it leaves its neighbours theirs."""
+    cu = offsets(lengths)
+    inputs = cuda(draw(cu[-1], len(lengths), (1, 2), (16, 24), dtype))
+    made = ours(inputs, cu_seqlens=cu)
+    for n, (start, end) in enumerate(docs_of(cu)):
+        own = states_and_rows(inputs, slice(n, n + 1), slice(int(start), int(end)))
+        expected = ours(own, cu_seqlens=[0, int(end - start)])
+        assert same_bits(states_and_rows(made, slice(n, n + 1), slice(int(start), int(end))), expected), n
 
 
 @DTYPES

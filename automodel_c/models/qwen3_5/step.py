@@ -91,7 +91,7 @@ class Batch:
     ahead its embeddings reach.
 
     Attributes: share, Share; input_ids int64, of its `rows`; labels int64 [T] of its own rows or None, IGNORE in
-    padding; labelled_rows int64 [n], those that have a label, where the host knows them and they are few, else None;
+    padding; labelled_rows int64 [n], those that have a label, on one rank on the CPU where they are few, else None;
     label_count int64 scalar, how many the whole batch has; real_rows, tokens of the whole batch that are in
     documents; num_label_tokens, what losses are divided by; step, Step; media, Media.
     """

@@ -144,7 +144,8 @@ __device__ inline Range steps_of(const Call &p, int64_t start, int64_t end)
 __device__ inline Range chunks_of(const Call &p, int64_t start, int64_t end)
 {
     const Range steps = steps_of(p, start, end);
-    return {steps.first * kStepChunks, least(steps.last * kStepChunks, pieces(end - start, kChunk))};
+    const int64_t n = pieces(end - start, kChunk); /* no step of it may begin in the segment */
+    return {least(steps.first * kStepChunks, n), least(steps.last * kStepChunks, n)};
 }
 
 /* A document's pieces have the places from start / size + its number on, which no other document's have. */

@@ -4,8 +4,8 @@
  *   sort             counts of (128 tokens, expert) -> offsets -> place of every chosen pair
  *   experts forward  rows of x to their places -> [g u] = x W^T -> silu(g) u -> y = act D^T -> weighted sum a token
  *   backward         rows of x and dout to their places -> dact = dout D -> dproducts, dweights -> dD = dout^T act,
- *                    dW = dproducts^T x, dx = dproducts W -> sum a token; router: dlogits -> dR = dlogits^T x, dlogits
- * R
+ *                    dW = dproducts^T x, dx = dproducts W -> sum a token
+ *   route backward   dlogits -> dR = dlogits^T x, dx = dlogits R
  *
  * Offsets are read on the device alone; launches depend on shapes.
  */

@@ -175,7 +175,7 @@ template <typename T, typename To, MoeKind kKind> am_status launch(const MoeProd
 {
     const int64_t columns = (p->n + kTile - 1) / kTile;
     const int64_t slots = kKind == MOE_TN ? (p->m + kTile - 1) / kTile * p->groups : p->rows / kTile + p->groups;
-    if (columns == 0 || slots == 0 || (kKind != MOE_TN && p->rows == 0))
+    if (columns == 0 || slots == 0 || p->groups == 0 || (kKind != MOE_TN && p->rows == 0))
         return AM_OK;
     AM_CHECK(columns * slots <= moe::kMostBlocks, AM_ERR_UNSUPPORTED,
              "moe: a product has %lld tiles, at most 2^31 - 1 are possible on CUDA", (long long)(columns * slots));
