@@ -5,7 +5,8 @@
 #include "am_status.h"
 
 /* The library `soname`: the one that the process has already (torch's), else the one in `wheel` (a folder beside this
- * package, as NVIDIA's wheels are laid out), else the system's. AM_ERR_UNSUPPORTED, naming `package`, where there is none. */
+ * package, as NVIDIA's wheels are laid out), else the system's. AM_ERR_UNSUPPORTED, naming `package`, where there is
+ * none. */
 am_status am_dl_open(void **library, const char *soname, const char *wheel, const char *package);
 
 /* The function `name` of it. */
