@@ -220,6 +220,17 @@ def machine():
     }
 
 
+def write_gpu_rows(path, rows, commit, packages=()):
+    """JSON of a GPU benchmark. commit: what was measured, where there is no git; packages: whose versions are told."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    about = machine() | {"gpu": subprocess.run(query, capture_output=True, text=True).stdout.strip()}
+    about |= {"commit": commit} if commit else {}
+    about |= {"peers": {name: version_of(name) for name in packages}} if packages else {}
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"machine": about, "rows": rows}, indent=1) + "\n")
+
+
 def _write(op, rows, options, whole):
     path = Path(options.json) if options.json else ROOT / "benchmarks/results/cpu" / f"{op}.json" if whole else None
     if path is None:

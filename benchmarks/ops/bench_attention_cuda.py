@@ -33,9 +33,7 @@ dq runs at 790 TFLOP/s on 8K, dk and dv at 525 to 550: that pass is the one to c
 
 import argparse
 import itertools
-import json
 import random
-import subprocess
 import sys
 from pathlib import Path
 
@@ -44,7 +42,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from automodel_c import Pack, _amcore
 from automodel_c.ops.attention import attention
-from benchmarks.harness import in_words, machine, statistics_of
+from benchmarks.harness import in_words, statistics_of, write_gpu_rows
 from benchmarks.peers import version_of
 from tests.numerics import assert_as_good_as
 
@@ -275,13 +273,8 @@ def main():
         return 0
     torch.manual_seed(0)
     rows = [row(name, direction) for name in options.shape for direction in SHAPES[name][4]]
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    about = machine() | {"gpu": subprocess.run(query, capture_output=True, text=True).stdout.strip()}
-    about |= {"commit": options.commit} if options.commit else {}
     if options.json or options.shape == list(SHAPES):
-        path = Path(options.json or JSON)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"machine": about, "rows": rows}, indent=1) + "\n")
+        write_gpu_rows(options.json or JSON, rows, options.commit)
     return 0
 
 

@@ -16,9 +16,7 @@ Written before the first run: the plain kernels are float32 without tensor cores
 
 import argparse
 import itertools
-import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -28,7 +26,7 @@ import torch.nn.functional as F
 from automodel_c import Pack, _amcore
 from automodel_c.ops.gdn import gated_delta_rule
 from automodel_c.reference.gdn import gated_delta_rule as reference
-from benchmarks.harness import in_words, machine, statistics_of
+from benchmarks.harness import in_words, statistics_of, write_gpu_rows
 from benchmarks.ops.bench_attention_cuda import backward_of, heavy_tailed, measure
 from benchmarks.peers import version_of
 from tests.numerics import assert_as_good_as
@@ -201,13 +199,8 @@ def main():
         found, missing = peers_of(backward)
         numbers = gate({"ours": ours, **({key: f for key, (_, f) in found.items()} if backward else {})})
         rows += [row(name, backward, found, missing, numbers) for name in options.shape]
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    about = machine() | {"gpu": subprocess.run(query, capture_output=True, text=True).stdout.strip()}
-    about |= {"commit": options.commit} if options.commit else {}
     if options.json or (options.shape == list(SHAPES) and len(options.passes) == 2):
-        path = Path(options.json or JSON)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"machine": about, "rows": rows}, indent=1) + "\n")
+        write_gpu_rows(options.json or JSON, rows, options.commit)
     return 0
 
 

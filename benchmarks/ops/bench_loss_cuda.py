@@ -33,8 +33,6 @@ One step of the first version after a pause: 52.3 ms of kernels, 47.4 products, 
 
 import argparse
 import functools
-import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -42,9 +40,8 @@ import torch
 import torch.nn.functional as F
 
 from automodel_c import ops
-from benchmarks.harness import in_words, machine, statistics_of
+from benchmarks.harness import in_words, statistics_of, write_gpu_rows
 from benchmarks.ops.bench_attention_cuda import measure
-from benchmarks.peers import version_of
 from tests.numerics import assert_as_good_as
 
 JSON = Path(__file__).parents[1] / "results/h200/loss.json"
@@ -272,14 +269,8 @@ def main():
         torch.cuda.empty_cache()
     if options.only != "linear":
         rows += logits_rows(BF16, TOKENS, options.peers) + logits_rows(F32, TOKENS // 2, options.peers)
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    about = machine() | {"gpu": subprocess.run(query, capture_output=True, text=True).stdout.strip()}
-    about |= {"commit": options.commit} if options.commit else {}
-    about |= {"peers": {name: version_of(name) for name in ("liger_kernel", "triton", "nvidia-cublas")}}
     if options.json or (options.only is None and not failures):
-        path = Path(options.json or JSON)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"machine": about, "rows": rows}, indent=1) + "\n")
+        write_gpu_rows(options.json or JSON, rows, options.commit, ("liger_kernel", "triton", "nvidia-cublas"))
     for failure in failures:
         print(f"failed: {failure}")
     return 1 if failures else 0

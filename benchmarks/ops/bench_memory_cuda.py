@@ -16,8 +16,6 @@ the issue limit; at the model's 32K tokens, 20 MB in L2, 0.5: launches of a few 
 """
 
 import argparse
-import json
-import subprocess
 import sys
 import traceback
 from pathlib import Path
@@ -29,9 +27,8 @@ from automodel_c.reference import conv as conv_reference
 from automodel_c.reference import gate as gate_reference
 from automodel_c.reference import mlp as mlp_reference
 from automodel_c.reference import rope as rope_reference
-from benchmarks.harness import in_words, machine, statistics_of
+from benchmarks.harness import in_words, statistics_of, write_gpu_rows
 from benchmarks.ops.bench_attention_cuda import measure
-from benchmarks.peers import version_of
 from tests.numerics import assert_as_good_as
 from tests.ops import test_gate as gate_twin
 from tests.ops import test_mlp as mlp
@@ -372,14 +369,9 @@ def main():
     for name in options.case:
         rows += rows_of(name, options.peers, failures)
         torch._dynamo.reset()
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    about = machine() | {"gpu": subprocess.run(query, capture_output=True, text=True).stdout.strip()}
-    about |= {"commit": options.commit} if options.commit else {}
-    about |= {"peers": {name: version_of(name) for name in ("liger_kernel", "fla-core", "causal-conv1d", "triton")}}
     if options.json or (options.case == list(CASES) and not failures):
-        path = Path(options.json or JSON)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"machine": about, "rows": rows}, indent=1) + "\n")
+        packages = ("liger_kernel", "fla-core", "causal-conv1d", "triton")
+        write_gpu_rows(options.json or JSON, rows, options.commit, packages)
     for failure in failures:
         print(f"failed: {failure}")
     return 1 if failures else 0

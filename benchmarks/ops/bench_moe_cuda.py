@@ -17,9 +17,7 @@ rows' gradients 1.04 to 1.05x, weights' 1.01 to 1.03x, permute 0.88, router 3.5x
 """
 
 import argparse
-import json
 import random
-import subprocess
 import sys
 import traceback
 from pathlib import Path
@@ -29,9 +27,8 @@ import torch.nn.functional as F
 
 import automodel_c as amc
 from automodel_c.ops import _experts
-from benchmarks.harness import in_words, machine, statistics_of
+from benchmarks.harness import in_words, statistics_of, write_gpu_rows
 from benchmarks.ops.bench_attention_cuda import sample
-from benchmarks.peers import version_of
 from tests.numerics import assert_as_good_as
 
 JSON = Path(__file__).parents[1] / "results/h200/moe.json"
@@ -292,14 +289,8 @@ def main():
             failures.append(f"{name}: {type(error).__name__}: {error}")
             traceback.print_exc(limit=4, file=sys.stdout)
         torch.cuda.empty_cache()
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    about = machine() | {"gpu": subprocess.run(query, capture_output=True, text=True).stdout.strip()}
-    about |= {"commit": options.commit} if options.commit else {}
-    about |= {"peers": {name: version_of(name) for name in ("torch", "transformers")}}
     if options.json or (set(options.case) == set(cases) and not failures):
-        path = Path(options.json or JSON)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"machine": about, "rows": rows}, indent=1) + "\n")
+        write_gpu_rows(options.json or JSON, rows, options.commit, ("torch", "transformers"))
     for failure in failures:
         print(f"failed: {failure}")
     return 1 if failures else 0
