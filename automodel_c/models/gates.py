@@ -15,8 +15,9 @@ class GateParameters(nn.Module):
             held = getattr(layer, name)
             setattr(self, name, nn.Parameter(held.detach().float(), requires_grad=held.requires_grad))
 
-    def forward(self):
-        """Copies: a unit's own parameters are gone once its forward has returned."""
+    def forward(self, _):
+        """Copies: a unit's own parameters are gone once its forward has returned. Takes something, whatever it is: on
+        CUDA the FSDP2 of torch 2.11 fails on a root's forward without arguments, and made again this is one."""
         return tuple(getattr(self, name).clone() for name in _NAMES)
 
 
@@ -43,7 +44,7 @@ def published_name(name):
 
 
 def _lend(layer, _):
-    for name, value in zip(_NAMES, getattr(layer, HOLDER)(), strict=True):
+    for name, value in zip(_NAMES, getattr(layer, HOLDER)(None), strict=True):
         setattr(layer, name, value)
 
 

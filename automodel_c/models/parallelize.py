@@ -5,6 +5,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 
 from .gates import hold_gates
 from .qwen3_5 import Qwen3_5
+from .qwen3_5.step import OnHost
 
 
 def parallelize_qwen3_5(model, mesh, *, mp_policy=None, reshard_after_forward=True, activation_checkpointing=False):
@@ -36,6 +37,8 @@ def parallelize_qwen3_5(model, mesh, *, mp_policy=None, reshard_after_forward=Tr
         fully_shard(unit, **options)
     if own:
         register_fsdp_forward_method(model, "logits")
+        logits = model.logits
+        model.logits = lambda batch, rows=None: logits(OnHost(batch), rows=rows)
     return model
 
 

@@ -59,6 +59,7 @@ def start_ranks(recipe):
         rank=rank,
         world_size=world,
         store=store,
+        device_id=device if device.type == "cuda" else None,
         timeout=timedelta(minutes=recipe.dist_env.timeout_minutes),
     )
     try:

@@ -5,13 +5,17 @@ kernels; real head dims are the operators' own tests."""
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from automodel_c.models import qwen3_5
+from automodel_c.models.parallelize import parallelize_qwen3_5
 from automodel_c.optim import FusedAdamW
 from tests.models import packs
 from tests.patch import models
 
-pytestmark = pytest.mark.cuda
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("plain_memory")]
 FAMILIES = pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
 
 
@@ -35,6 +39,45 @@ def test_loss_and_gradients_are_transformers(tmp_path, family):
             runs["padded"].append(on_host(packs.ours(model, packs.pack(documents, padding=3))))
     for name in ("pack", "alone", "padded"):
         packs.compare(runs[name], runs["naive"], runs["truth"], name)
+
+
+def test_few_labels(tmp_path):
+    """The last layer's MLP, the norm and the head see rows with a label alone."""
+    documents, seen = [dict(d, labels=d["labels"].clone()) for d in packs.PACKS["mixed"]], []
+    for d in documents:
+        d["labels"][:-3] = -100
+    reference, _ = packs.checkpoint(tmp_path, "qwen3_5_moe")
+    model = qwen3_5.load(tmp_path, device="cuda")
+    model.model.language_model.norm.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    with models.Exact():
+        truth = packs.theirs(models.in_float64(reference), documents)
+    found = on_host(packs.ours(model, packs.pack(documents)))
+    packs.compare([found], [packs.theirs(reference, documents)], [truth], "few labels")
+    assert seen == [packs.label_count(documents)]
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("nccl", rank=0, world_size=1, store=dist.HashStore(), device_id=torch.device("cuda", 0))
+    yield init_device_mesh("cuda", (1,), mesh_dim_names=("dp",))
+    dist.destroy_process_group()
+
+
+@FAMILIES
+def test_sharded_and_made_again(tmp_path, family, one_rank, recwarn):
+    """FSDP2 on one rank: the plain model's loss but for bf16 weights, float32 gradients, and no batch that was moved
+    before its plan was made, of which `Pack` would warn."""
+    packs.checkpoint(tmp_path, family)
+    batch = packs.pack(packs.PACKS["mixed"])
+    plain, sharded = (qwen3_5.load(tmp_path, device="cuda") for _ in range(2))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    parallelize_qwen3_5(sharded, one_rank, mp_policy=policy, activation_checkpointing=True)
+    loss = sharded(batch)[0]
+    loss.backward()
+    assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in sharded.parameters())
+    assert sharded.logits(batch, rows=[1, 5]).shape[0] == 2
+    assert [str(w.message) for w in recwarn if "CUDA device" in str(w.message)] == []
+    assert abs(loss.item() - plain(batch)[0].item()) < 0.02
 
 
 @FAMILIES

@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+from automodel_c import build_info
+
 from . import experts, gated_delta_net, layers, loss, text, tower
 
 _HEAD_DIMS = (16, 32, 64, 72, 80, 128, 256)
@@ -20,8 +22,11 @@ def family_name(module):
 def _cannot(module):
     if "forward" in vars(module):
         return "its forward is replaced already"
-    if any(p.device.type not in ("cpu", "meta") for p in module.parameters(recurse=False)):
-        return "patched models run on the CPU so far"
+    there = {p.device.type for p in module.parameters(recurse=False)} - {"cpu", "meta"}
+    if there - {"cuda"}:
+        return f"{(there - {'cuda'}).pop()} has no kernel, the CPU and CUDA have"
+    if there and not build_info()["cuda"]:
+        return "built without CUDA"
     odd = [p.dtype for p in module.parameters(recurse=False) if p.dtype not in (torch.float32, torch.bfloat16)]
     return f"{odd[0]} has no kernel, float32 and bfloat16 have" if odd else None
 

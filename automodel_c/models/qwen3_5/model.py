@@ -17,7 +17,7 @@ from .experts import auxiliary_loss, over_ranks
 from .frames import see
 from .initialise import initialise
 from .mtp import LOSS_SCALE, MTP
-from .step import IGNORE, Batch
+from .step import IGNORE, Batch, OnHost
 from .text import TextModel
 from .vision import VisionModel
 
@@ -96,6 +96,9 @@ class Qwen3_5(nn.Module):
         self.model.visual = VisionModel(config.vision)
         self.lm_head = nn.Linear(config.text.hidden_size, config.text.vocab_size, bias=False)
         self.mtp = MTP(config.text) if config.text.mtp_num_hidden_layers else None
+
+    def __call__(self, batch):
+        return super().__call__(OnHost(batch))
 
     def forward(self, batch):
         """The loss of a packed batch, and what it is made of.

@@ -91,9 +91,9 @@ class Batch:
     ahead its embeddings reach.
 
     Attributes: share, Share; input_ids int64, of its `rows`; labels int64 [T] of its own rows or None, IGNORE in
-    padding; labelled_rows int64 [n], those that have a label, on one rank on the CPU where they are few, else None;
-    label_count int64 scalar, how many the whole batch has; real_rows, tokens of the whole batch that are in
-    documents; num_label_tokens, what losses are divided by; step, Step; media, Media.
+    padding; labelled_rows int64 [n], those with a label, where there is no plan, the labels came on the host and are
+    few, else None; label_count int64 scalar, how many the whole batch has; real_rows, tokens of the whole batch that
+    are in documents; num_label_tokens, what losses are divided by; step, Step; media, Media.
     """
 
     def __init__(self, batch, config, device, cp=None, depths=0, needs_labels=False):
@@ -110,9 +110,12 @@ class Batch:
             types = _types(given, host_ids, real, config)
             self.media, grids = _media(given, types, config)
             self._positions = _positions(given, types, pack, grids, config)
-            self._labels, self.label_count = _labels(given, tokens, real, device)
-            if needs_labels and self._labels is None:
+            labels = _labels(given, tokens, real)
+            if needs_labels and labels is None:
                 raise ValueError("batch: labels is missing")
+        few = _few(labels)
+        self._labels = None if labels is None else labels.to(device)
+        self.label_count = None if labels is None else (self._labels != IGNORE).sum()
         self.num_label_tokens = given.get("num_label_tokens", self.label_count)
         documents = {key: given[key] for key in ("cu_seqlens", "doc_ids") if key in given}
         plan = None if group is None else cp.plan(**documents, tokens=tokens)
@@ -125,7 +128,7 @@ class Batch:
         self.step = Step(pack, share.take(self._positions, 0).to(device), padding, plan)
         self.input_ids = share.take(torch.from_numpy(host_ids), 0, None if plan is None else share.rows).to(device)
         self.labels = None if self._labels is None else share.take(self._labels, IGNORE)
-        self.labelled_rows = _few(self.labels) if plan is None else None
+        self.labelled_rows = few.to(device) if plan is None and few is not None else None
 
     def ahead(self, k):
         """The `Ahead` of depth k, made from the whole pack: a document's next rows may be another rank's."""
@@ -138,7 +141,16 @@ class Batch:
         return Ahead(embedded.to(device), positions.to(device), labels)
 
 
+@dataclasses.dataclass
+class OnHost:
+    """A batch that FSDP2's root does not look into: it would move all of it to the device, and plans are made here."""
+
+    batch: dict
+
+
 def _given(batch):
+    if isinstance(batch, OnHost):
+        batch = batch.batch
     if not isinstance(batch, dict):
         raise TypeError(f"batch: expected a dict, found {type(batch).__name__}")
     for key in batch:
@@ -263,18 +275,18 @@ def _positions(given, types, pack, grids, config):
 
 
 def _few(labels):
-    """Rows of labels on the host that have one, None where they are none or more than half."""
+    """Rows with a label, None where they are none or more than half, or where the labels are on a device."""
     if labels is None or labels.device.type != "cpu":
         return None
     rows = np.flatnonzero(labels.numpy() != IGNORE)
     return torch.from_numpy(rows) if 0 < 2 * len(rows) <= len(labels) else None
 
 
-def _labels(given, tokens, real, device):
-    """(labels or None, how many are not IGNORE): labels of padding are ignored."""
+def _labels(given, tokens, real):
+    """Labels where they were given, those of padding ignored; None where there are none."""
     if "labels" not in given:
-        return None, None
-    labels = _tensor(given, "labels", 1, tokens, integer=True).to(device).long()
+        return None
+    labels = _tensor(given, "labels", 1, tokens, integer=True).long()
     if not real.all():
-        labels = labels.masked_fill(torch.from_numpy(~real).to(device), IGNORE)
-    return labels, (labels != IGNORE).sum()
+        labels = labels.masked_fill(torch.from_numpy(~real).to(labels.device), IGNORE)
+    return labels
