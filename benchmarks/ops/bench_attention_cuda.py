@@ -25,9 +25,9 @@ rate); the same bits every time, which FA3's are not. TFLOP/s at head dim 256 on
   a block takes its next tile late, not with this one    445, 435, 304 (the longest tile no longer has a second one;
                                                          the forward pass gained 1 to 5 % by it)
   dk and dv by three stages of 48 rows, not two of 64    416, 429, 290: the copies' latency was not what it waits for
-  two key tiles in a cluster, rows sent to both at once  348, 362, 237: half of the reads of L2, but with two stages a
-                                                         block waits for the other's slower warpgroup; not tried with
-                                                         arrivals that do not wait for stores before them
+  two key tiles in a cluster, rows sent to both at once  348, 362, 237: a tile waited for the other's stores too; 480,
+                                                         448, 320 with arrivals that order none, 483, 444, 337 without
+                                                         pairs in the same run; 447 for 426 on 128K: kept there
 dq runs at 790 TFLOP/s on 8K, dk and dv at 525 to 550: that pass is the one to change.
 """
 

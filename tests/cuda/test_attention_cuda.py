@@ -392,3 +392,15 @@ def test_backward_repeats_beside_other_work(seed, plain_memory):
             with torch.cuda.stream(side):
                 torch.mm(other, other)
         assert same_bits(first, ours(q, k, v, dout, pack=pack))
+
+
+@pytest.mark.sm90
+@pytest.mark.parametrize("causal", [True, False])
+def test_pairs_of_key_tiles_give_the_bits_of_single_ones(seed, plain_memory, causal):
+    """A long document runs its key tiles in pairs, in a pack with short ones it does not."""
+    long = 26 * 1024 if causal else 13 * 1024
+    lengths = [long + 1, *[3] * 40, long // 4]
+    inputs = on_cuda(draw(sum(lengths), (16, 1), 256, BF16))
+    packed = ours(*inputs, cu_seqlens=offsets(lengths), causal=causal)
+    alone = ours(*(x[: long + 1] for x in inputs), causal=causal)
+    assert same_bits(alone, [x[: long + 1] for x in packed])

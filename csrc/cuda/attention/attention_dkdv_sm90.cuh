@@ -14,7 +14,8 @@
  *
  * Floor: 8 D flops a visible score at the rate of the tensor cores. Shared memory is nearer: for 64 keys and 64 rows of
  * D 256 it moves 288 KiB (128 and 64 for the products, 64 of Q and dO, 32 of P), 2,304 cycles beside 2,048 of the
- * tensor cores. From L2 a tile reads 64 KiB a block.
+ * tensor cores. From L2 a tile reads 64 KiB a block; two tiles in a cluster, kCtas, each ask for half and send it to
+ * both. The first of them takes the next place of the list and tells the other.
  */
 #ifndef ATTENTION_DKDV_SM90_CUH
 #define ATTENTION_DKDV_SM90_CUH
@@ -24,8 +25,8 @@
 namespace attention_sm90
 {
 
-template <int kD_> struct KeyTile {
-    static constexpr int kD = kD_, kKeys = 64, kRows = 64, kStages = kD == 256 ? 2 : 4, kBoxes = kD / 64;
+template <int kD_, int kCtas_> struct KeyTile {
+    static constexpr int kD = kD_, kCtas = kCtas_, kKeys = 64, kRows = 64, kStages = kD == 256 ? 2 : 4, kBoxes = kD / 64;
     static constexpr int kBytes = 64 * kD * 2; /* of K, V, and a block of Q or dO */
     static constexpr int kLoadRegs = 40, kMathRegs = 232, kThreads = 384;
     static constexpr int kWarps = 8; /* of both math warpgroups */
@@ -53,6 +54,8 @@ template <class T> struct KeySmem {
     uint64_t q_full[T::kStages], q_empty[T::kStages];       /* 1, the bytes and lse; a warp each */
     uint64_t dout_full[T::kStages], dout_empty[T::kStages]; /* 1 and the bytes, after delta; a warp each */
     uint64_t p_full[2], p_empty[2];                         /* a warp of one warpgroup each */
+    uint64_t place_full, place_empty;                       /* the second block's, and the first block's */
+    uint32_t place;
     KeyWork work[2];
 };
 
@@ -70,12 +73,45 @@ struct KeyArgs {
     bool causal;
 };
 
-/* Which tile a place in the list of work is; the first keys of a document, which most rows see, come first. */
+template <class T> __device__ __forceinline__ uint32_t rank_of()
+{
+    return T::kCtas == 1 ? 0 : ptx::cluster_rank();
+}
+
+/* A stage is free in this block, and known to be in the other, which writes half of it. */
+template <class T> __device__ __forceinline__ void release(uint64_t *empty)
+{
+    ptx::mbarrier_arrive(empty);
+    if constexpr (T::kCtas == 2)
+        ptx::mbarrier_arrive_at(empty, ptx::cluster_rank() ^ 1);
+}
+
+/* The next place of a pair: the first block takes it, the second is told. */
+template <class T> __device__ uint32_t next_pair(KeySmem<T> &s, int64_t *next, uint32_t rank, uint32_t &phase)
+{
+    uint32_t place;
+    if (rank == 0) {
+        place = next_place(next, gridDim.x / T::kCtas);
+        ptx::mbarrier_wait_cluster(&s.place_empty, phase ^ 1);
+        ptx::store_at(&s.place, 1, place);
+        ptx::mbarrier_arrive_cluster(&s.place_full, 1);
+    } else {
+        ptx::mbarrier_wait_cluster(&s.place_full, phase);
+        place = *const_cast<volatile uint32_t *>(&s.place);
+        ptx::mbarrier_arrive_cluster(&s.place_empty, 0);
+    }
+    phase ^= 1;
+    return place;
+}
+
+/* Which tile a place in the list of work is; the first keys of a document, which most rows see, come first. The blocks
+ * of rows are those of the pair's first keys. */
 template <class T> __device__ KeyWork key_work_at(const KeyArgs &a, uint32_t place)
 {
     const AttentionTile<uint32_t> t = attention_tile(a.docs, a.first, a.key_heads, place);
     const int tokens = T::kRows >> a.group_shift;
-    const int64_t key0 = static_cast<int64_t>(t.index) * T::kKeys, sees = a.causal ? key0 - (t.nk - t.nq) : 0;
+    const int64_t pair0 = static_cast<int64_t>(t.index) * T::kKeys * T::kCtas;
+    const int64_t key0 = pair0 + T::kKeys * rank_of<T>(), sees = a.causal ? pair0 - (t.nk - t.nq) : 0;
     KeyWork w;
     w.key_row = static_cast<int>(t.k0 + key0);
     w.key0 = static_cast<int>(key0);
@@ -95,11 +131,24 @@ template <class T> __device__ void load_tile(char *to, const CUtensorMap *map, u
         ptx::tma_load_3d(to + i * 64 * 128, map, full, 64 * i, head, row);
 }
 
+/* A block of rows, half of it by each block of a pair. */
+template <class T> __device__ void load_rows(char *to, const CUtensorMap *map, uint64_t *full, int head, int row)
+{
+    if constexpr (T::kCtas == 1) {
+        load_tile<T>(to, map, full, head, row);
+    } else {
+        constexpr int kHalf = T::kBoxes / T::kCtas;
+        const int from = static_cast<int>(rank_of<T>()) * kHalf;
+        for (int i = from; i < from + kHalf; i++)
+            ptx::tma_load_3d_multicast(to + i * 64 * 128, map, full, 64 * i, head, row, (1 << T::kCtas) - 1);
+    }
+}
+
 /* One thread: the tiles' K and V, and blocks of Q. */
 template <class T> __device__ void key_load_role(KeySmem<T> &s, const KeyArgs &a)
 {
     Ring<T::kStages> ring;
-    uint32_t phase = 0, place = blockIdx.x;
+    uint32_t phase = 0, place = blockIdx.x / T::kCtas, place_phase = 0;
     const uint32_t total = static_cast<uint32_t>(a.first[a.docs.n]) * a.key_heads;
     const int tokens = T::kRows >> a.group_shift;
     while (place < total) {
@@ -113,9 +162,12 @@ template <class T> __device__ void key_load_role(KeySmem<T> &s, const KeyArgs &a
         for (int b = w.first + w.blocks - 1; b >= w.first; b--, ring.advance()) {
             ptx::mbarrier_wait(&s.q_empty[ring.slot], ring.phase ^ 1);
             ptx::mbarrier_arrive_expect_tx(&s.q_full[ring.slot], T::kBytes);
-            load_tile<T>(s.q[ring.slot], &a.q, &s.q_full[ring.slot], w.key_head << a.group_shift, w.q0 + b * tokens);
+            load_rows<T>(s.q[ring.slot], &a.q, &s.q_full[ring.slot], w.key_head << a.group_shift, w.q0 + b * tokens);
         }
-        place = next_place(a.next);
+        if constexpr (T::kCtas == 1)
+            place = next_place(a.next, gridDim.x);
+        else
+            place = next_pair(s, a.next, rank_of<T>(), place_phase);
     }
     ptx::mbarrier_wait(&s.kv_empty, phase ^ 1);
     s.work[phase].blocks = -1;
@@ -167,7 +219,7 @@ template <class T> __device__ void row_role(KeySmem<T> &s, const KeyArgs &a)
             __syncwarp();
             if (lane == 0) {
                 ptx::mbarrier_arrive_expect_tx(&s.dout_full[ring.slot], T::kBytes);
-                load_tile<T>(s.dout[ring.slot], &a.dout, &s.dout_full[ring.slot], w.key_head << a.group_shift,
+                load_rows<T>(s.dout[ring.slot], &a.dout, &s.dout_full[ring.slot], w.key_head << a.group_shift,
                              w.q0 + b * (T::kRows >> a.group_shift));
             }
         }
@@ -299,7 +351,7 @@ __device__ __forceinline__ void make_weights(KeySmem<T> &s, const KeyArgs &a, co
         s.p[at.exchange.slot][i][at.me] = make_float4(sc[4 * i], sc[4 * i + 1], sc[4 * i + 2], sc[4 * i + 3]);
     __syncwarp();
     if (at.signals) {
-        ptx::mbarrier_arrive(&s.q_empty[at.ring.slot]);
+        release<T>(&s.q_empty[at.ring.slot]);
         ptx::mbarrier_arrive(&s.p_full[at.exchange.slot]);
     }
     at.exchange.advance();
@@ -339,7 +391,7 @@ template <class T, class E> __device__ void weight_role(KeySmem<T> &s, const Key
                 issue_scores<E, T::kD, T::kKeys, T::kRows>(sc, k_low, q_low());
                 ptx::wgmma_wait_group<1>();
                 if (at.signals)
-                    ptx::mbarrier_arrive(&s.dout_empty[slot]);
+                    release<T>(&s.dout_empty[slot]);
                 ptx::wgmma_wait_group<0>();
             }
             make_weights<T, E>(s, a, columns_of<T>(a, w, b), at, sc, p);
@@ -348,7 +400,7 @@ template <class T, class E> __device__ void weight_role(KeySmem<T> &s, const Key
             issue_weigh<E>(dv, p, dout_low());
             ptx::wgmma_wait_group<0>();
             if (at.signals)
-                ptx::mbarrier_arrive(&s.dout_empty[at.ring.slot]);
+                release<T>(&s.dout_empty[at.ring.slot]);
             at.ring.advance();
         }
         store_keys<T, E>(a.dv, w, dv, 1.0f);
@@ -368,7 +420,7 @@ __device__ __forceinline__ void make_scores(KeySmem<T> &s, const KeyArgs &a, con
     __syncwarp();
     if (at.signals) {
         ptx::mbarrier_arrive(&s.p_empty[at.exchange.slot]);
-        ptx::mbarrier_arrive(&s.dout_empty[at.ring.slot]);
+        release<T>(&s.dout_empty[at.ring.slot]);
     }
     at.exchange.advance();
     if (settles && c.limit0 + (a.causal ? c.token0 : 0) <= 1)
@@ -410,7 +462,7 @@ template <class T, class E> __device__ void score_role(KeySmem<T> &s, const KeyA
                 issue_scores<E, T::kD, T::kKeys, T::kRows>(dp, v_low, dout_low());
                 ptx::wgmma_wait_group<1>();
                 if (at.signals)
-                    ptx::mbarrier_arrive(&s.q_empty[slot]);
+                    release<T>(&s.q_empty[slot]);
                 ptx::wgmma_wait_group<0>();
             }
             make_scores<T, E>(s, a, columns_of<T>(a, w, b), settles, at, dp, ds);
@@ -419,7 +471,7 @@ template <class T, class E> __device__ void score_role(KeySmem<T> &s, const KeyA
             issue_weigh<E>(dk, ds, q_low());
             ptx::wgmma_wait_group<0>();
             if (at.signals)
-                ptx::mbarrier_arrive(&s.q_empty[at.ring.slot]);
+                release<T>(&s.q_empty[at.ring.slot]);
             at.ring.advance();
         }
         store_keys<T, E>(a.dk, w, dk, a.scale);
@@ -440,16 +492,21 @@ __global__ void __launch_bounds__(T::kThreads, 1) attention_dkdv_sm90_kernel(con
         for (int i = 0; i < T::kStages; i++) {
             ptx::mbarrier_init(&s.q_full[i], 2);
             ptx::mbarrier_init(&s.dout_full[i], 1);
-            ptx::mbarrier_init(&s.q_empty[i], T::kWarps);
-            ptx::mbarrier_init(&s.dout_empty[i], T::kWarps);
+            ptx::mbarrier_init(&s.q_empty[i], T::kWarps * T::kCtas);
+            ptx::mbarrier_init(&s.dout_empty[i], T::kWarps * T::kCtas);
         }
         for (int i = 0; i < 2; i++) {
             ptx::mbarrier_init(&s.p_full[i], T::kWarps / 2);
             ptx::mbarrier_init(&s.p_empty[i], T::kWarps / 2);
         }
+        ptx::mbarrier_init(&s.place_full, 1);
+        ptx::mbarrier_init(&s.place_empty, 1);
         ptx::fence_mbarrier_init();
     }
-    __syncthreads();
+    if constexpr (T::kCtas == 1)
+        __syncthreads();
+    else
+        ptx::cluster_sync();
     if (threadIdx.x < 128) {
         ptx::setmaxnreg_dec<T::kLoadRegs>();
         if (threadIdx.x == 0)
@@ -463,6 +520,8 @@ __global__ void __launch_bounds__(T::kThreads, 1) attention_dkdv_sm90_kernel(con
         else
             score_role<T, E>(s, a);
     }
+    if constexpr (T::kCtas > 1)
+        ptx::cluster_sync(); /* the other block still arrives here */
 }
 
 } // namespace attention_sm90

@@ -30,9 +30,9 @@ template <int kStages> struct Ring {
 
 /* The next place in the list of work. Taken when a tile's last copies are due, not before: a block that has a long tile
  * must not hold another one. */
-__device__ __forceinline__ uint32_t next_place(int64_t *next)
+__device__ __forceinline__ uint32_t next_place(int64_t *next, uint32_t started = gridDim.x)
 {
-    return gridDim.x + static_cast<uint32_t>(atomicAdd(reinterpret_cast<unsigned long long *>(next), 1ull));
+    return started + static_cast<uint32_t>(atomicAdd(reinterpret_cast<unsigned long long *>(next), 1ull));
 }
 
 /* What the loading thread tells the others of a tile. */

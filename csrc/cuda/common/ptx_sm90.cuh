@@ -56,6 +56,46 @@ __device__ inline void mbarrier_wait(uint64_t *bar, uint32_t parity)
     }
 }
 
+/* What lies at p in this block's shared memory, in block `rank`'s; seen there by who waits for an arrival of the
+ * cluster's scope. */
+__device__ inline void store_at(uint32_t *p, uint32_t rank, uint32_t value)
+{
+    asm volatile("{\n"
+                 ".reg .b32 there;\n"
+                 "mapa.shared::cluster.u32 there, %0, %1;\n"
+                 "st.shared::cluster.u32 [there], %2;\n"
+                 "}\n" ::"r"(smem_address(p)),
+                 "r"(rank), "r"(value)
+                 : "memory");
+}
+
+__device__ inline void mbarrier_arrive_cluster(uint64_t *bar, uint32_t rank)
+{
+    asm volatile("{\n"
+                 ".reg .b32 there;\n"
+                 "mapa.shared::cluster.u32 there, %0, %1;\n"
+                 "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n"
+                 "}\n" ::"r"(smem_address(bar)),
+                 "r"(rank)
+                 : "memory");
+}
+
+/* As mbarrier_wait, for what threads of other blocks wrote before they arrived. */
+__device__ inline void mbarrier_wait_cluster(uint64_t *bar, uint32_t parity)
+{
+    uint32_t done;
+    do {
+        asm volatile("{\n"
+                     ".reg .pred done;\n"
+                     "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], %2;\n"
+                     "selp.b32 %0, 1, 0, done;\n"
+                     "}\n"
+                     : "=r"(done)
+                     : "r"(smem_address(bar)), "r"(parity)
+                     : "memory");
+    } while (done == 0);
+}
+
 /* The copy engine. */
 
 __device__ inline void prefetch_tensormap(const CUtensorMap *map)
