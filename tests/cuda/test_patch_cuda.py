@@ -12,6 +12,12 @@ from tests.patch import models
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("plain_memory")]
 
 
+@pytest.fixture(autouse=True)
+def float32_convolution(monkeypatch):
+    """transformers embeds patches with cuDNN's convolution, which rounds float32 to TF32 unless told."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
 def on_cuda(batch):
     return {name: value.cuda() for name, value in batch.items()}
 

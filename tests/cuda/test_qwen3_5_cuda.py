@@ -58,9 +58,12 @@ def test_few_labels(tmp_path):
 
 @pytest.fixture
 def one_rank():
+    torch.cuda.set_device(0)
     dist.init_process_group("nccl", rank=0, world_size=1, store=dist.HashStore(), device_id=torch.device("cuda", 0))
-    yield init_device_mesh("cuda", (1,), mesh_dim_names=("dp",))
-    dist.destroy_process_group()
+    try:
+        yield init_device_mesh("cuda", (1,), mesh_dim_names=("dp",))
+    finally:
+        dist.destroy_process_group()
 
 
 @FAMILIES
