@@ -1,8 +1,8 @@
 """Packed attention on one GPU beside FlashAttention-3 and cuDNN: python -m benchmarks.ops.bench_attention_cuda.
 
-Causal, bf16. A time is the median of CUDA events over rounds that run ours, the peers and ours again in random order;
-inputs are larger than L2. The work counted is 4 area Hq D forward and 2.5 times that backward, area = sum of
-L (L + 1) / 2; the floor is that at 790 TFLOP/s, what a large matrix product reaches on an H200.
+bf16, causal but for frames. A time is the median of CUDA events over rounds that run ours, the peers and ours again in
+random order; inputs are larger than L2. The work counted is 4 area Hq D forward and 2.5 times that backward, area = sum
+of L (L + 1) / 2, of L L for frames; the floor is that at 790 TFLOP/s, what a large matrix product reaches on an H200.
 
 The gate before any time: `ours` on sampled tokens by the error rule against float64, a peer within 5 % of it.
 
@@ -17,6 +17,11 @@ tiles. What came at head dim 256 on one H200, FA3's time over ours; the card's p
 Below a peer: head dim 128 on one long document (0.94 to 0.96), head dim 64 beside cuDNN (0.89); 128K, whose keys fit in
 no L2, is a draw.
 The plain kernels run in float32 without tensor cores: 0.01 of a peer.
+
+Head dim 72, frames of the vision tower, not causal: 128 columns in shared memory and in P V, of which the copy engine
+fills 56 with zeros, 80 in scores. 144 of 208 columns count forward, 360 of 704 backward; predicted 380 and 280 TFLOP/s,
+found 306 (frames of 1,024 tokens) to 360 (256 to 4,096) and 158 to 185. cuDNN, which takes equal frames alone, makes 335
+and 236: the backward pass is not what it can be.
 
 The backward pass on Hopper, predicted at 0.84 of FA3 on 8K (seven products where FA3 has five, each at 0.7 of the
 rate); the same bits every time, which FA3's are not. TFLOP/s at head dim 256 on 8K, 32K, and the hundred documents:
@@ -73,6 +78,8 @@ SHAPES = {  # name: lengths, query heads, key heads, head dim, passes
     "32K-d128": ([32768], 32, 8, 128, ("fwd", "bwd")),
     "32K-heavy-d128": (heavy_tailed(32768), 32, 8, 128, ("fwd", "bwd")),
     "8K-d64": ([8192], 32, 8, 64, ("fwd", "bwd")),
+    "frames-d72": ([1024] * 16, 16, 16, 72, ("fwd", "bwd")),
+    "frames-uneven-d72": ([256, 4096, 576, 1024, 2304, 256, 1024, 3136, 400, 2048], 16, 16, 72, ("fwd", "bwd")),
 }
 
 
@@ -80,17 +87,18 @@ class Inputs:
     """Random tensors of one shape and their documents."""
 
     def __init__(self, lengths, heads, key_heads, dim, backward):
+        self.causal = dim != 72  # the vision tower's, a frame a document
         shapes = (heads, key_heads, key_heads)
         made = [torch.randn(sum(lengths), n, dim, device="cuda", dtype=torch.bfloat16) for n in shapes]
         self.q, self.k, self.v = (x.requires_grad_(backward) for x in made)
         self.lengths, self.ends = lengths, list(itertools.accumulate(lengths))
         self.pack = Pack(cu_seqlens=[0, *self.ends], device="cuda")
         self.cu = torch.tensor([0, *self.ends], dtype=torch.int32, device="cuda")
-        self.flops = 4 * heads * dim * sum(n * (n + 1) / 2 for n in lengths)
+        self.flops = 4 * heads * dim * sum(n * (n + 1) / 2 if self.causal else n * n for n in lengths)
 
 
 def ours(x):
-    return attention(x.q, x.k, x.v, pack=x.pack)
+    return attention(x.q, x.k, x.v, pack=x.pack, causal=x.causal)
 
 
 def fa3(x):
@@ -101,23 +109,43 @@ def fa3(x):
     return made[0] if isinstance(made, tuple) else made
 
 
+def sdpa(x):
+    """torch's, frame by frame, in the way that it chooses."""
+    parts = []
+    for start, end in itertools.pairwise([0, *x.ends]):
+        q, k, v = (t[None, start:end].transpose(1, 2) for t in (x.q, x.k, x.v))
+        parts.append(torch.nn.functional.scaled_dot_product_attention(q, k, v)[0].transpose(0, 1))
+    return torch.cat(parts)
+
+
+def varlen(x):
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn(x.q, x.k, x.v, x.cu, x.cu, max(x.lengths), max(x.lengths))
+
+
 def cudnn(x):
     batch = len(x.lengths)
     q, k, v = (t.view(batch, -1, *t.shape[1:]).transpose(1, 2) for t in (x.q, x.k, x.v))
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        made = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        made = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=x.causal, enable_gqa=True)
     return made.transpose(1, 2).flatten(0, 1)
 
 
 def peers_of(x):
     """{name: (version, function)} and the reasons for those that are missing."""
     found, missing = {}, {}
+    if not x.causal:
+        found["sdpa"], found["varlen"] = (version_of("torch"), sdpa), (version_of("torch"), varlen)
     try:
         import flash_attn_interface  # noqa: F401
     except ImportError as error:
         missing["fa3"] = str(error)
     else:
-        found["fa3"] = (version_of("flash_attn_3") or version_of("flash-attn-3"), fa3)
+        if x.causal:
+            found["fa3"] = (version_of("flash_attn_3") or version_of("flash-attn-3"), fa3)
+        else:
+            missing["fa3"] = "built for other head dims"
     if len(set(x.lengths)) == 1:
         found["cudnn"] = (str(torch.backends.cudnn.version()), cudnn)
     else:
@@ -136,8 +164,8 @@ def by_formula(x, rows, dtype):
     results = []
     group = x.q.shape[1] // x.k.shape[1]
     for t in rows:
-        start = max([0, *(end for end in x.ends if end <= t)])
-        k, v = (y.detach()[start : t + 1].to(dtype).transpose(0, 1) for y in (x.k, x.v))
+        start, end = max([0, *(end for end in x.ends if end <= t)]), min(end for end in x.ends if end > t)
+        k, v = (y.detach()[start : t + 1 if x.causal else end].to(dtype).transpose(0, 1) for y in (x.k, x.v))
         q = x.q.detach()[t].to(dtype).view(-1, group, x.q.shape[2])
         scores = torch.matmul(q, k.transpose(1, 2)) * x.q.shape[2] ** -0.5
         weights = torch.softmax(scores, -1, dtype=max(dtype, torch.float32, key=lambda d: d.itemsize)).to(dtype)
@@ -163,7 +191,9 @@ def gate_backward(x, calls):
     small = Inputs([700, 1, 330], heads, x.k.shape[1], dim, False)
     dout = torch.randn_like(small.q)
     wide = [t.double() for t in (small.q, small.k, small.v, dout)]
-    made = gradients(lambda q, k, v: attention(q, k, v, pack=small.pack), small.q, small.k, small.v, dout)
+    made = gradients(
+        lambda q, k, v: attention(q, k, v, pack=small.pack, causal=x.causal), small.q, small.k, small.v, dout
+    )
     naive, truth = (gradients(eager_of(small), *t) for t in ((small.q, small.k, small.v, dout), wide))
     numbers = {n: assert_as_good_as(*t, name=n) for n, *t in zip(("dq", "dk", "dv"), made, naive, truth, strict=True)}
     dout, whole = torch.randn_like(x.q), {}
@@ -189,7 +219,8 @@ def eager_of(x):
             q1, k1, v1 = (t[start:end].transpose(0, 1) for t in (q, k, v))
             k1, v1 = (t.repeat_interleave(group, 0) for t in (k1, v1))
             hidden = torch.ones(end - start, end - start, dtype=torch.bool, device=q.device).triu(1)
-            scores = (q1 @ k1.transpose(1, 2) * q.shape[2] ** -0.5).masked_fill(hidden, float("-inf"))
+            scores = q1 @ k1.transpose(1, 2) * q.shape[2] ** -0.5
+            scores = scores.masked_fill(hidden, float("-inf")) if x.causal else scores
             wide = max(q.dtype, torch.float32, key=lambda d: d.itemsize)
             parts.append((torch.softmax(scores, -1, dtype=wide).to(q.dtype) @ v1).transpose(0, 1))
         return torch.cat(parts)
@@ -237,7 +268,12 @@ def row(name, direction):
     calls = {"ours": lambda: ours(x), **{key: lambda f=f: f(x) for key, (_, f) in found.items()}}
     numbers = gate_backward(x, calls) if direction == "bwd" else gate(x, calls)
     kernels = _amcore.attention_row(
-        x.q.detach(), x.k.detach(), x.v.detach(), x.pack.docs.ravel().tolist(), causal=True, backward=direction == "bwd"
+        x.q.detach(),
+        x.k.detach(),
+        x.v.detach(),
+        x.pack.docs.ravel().tolist(),
+        causal=x.causal,
+        backward=direction == "bwd",
     )
     flops = x.flops * (2.5 if direction == "bwd" else 1.0)
     if direction == "bwd":

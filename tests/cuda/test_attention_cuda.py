@@ -368,7 +368,9 @@ def test_a_head_dim_without_a_row_is_refused():
         ((32, 8), 128, F16, "d128 f16 sm90", "d128 f16 sm90"),
         ((4, 2), 64, BF16, "d64 bf16 sm90", "d64 bf16 sm90"),
         ((4, 2), 64, F16, "d64 f16 sm90", "d64 f16 sm90"),
-        ((4, 2), 72, BF16, "simple", "simple"),
+        ((4, 2), 72, BF16, "d80 bf16 sm90", "d80 bf16 sm90"),
+        ((16, 16), 80, F16, "d80 f16 sm90", "d80 f16 sm90"),
+        ((4, 2), 32, BF16, "simple", "simple"),
     ],
     ids=str,
 )

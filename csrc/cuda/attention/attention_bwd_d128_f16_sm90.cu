@@ -1,7 +1,10 @@
 /* The backward row "d128 f16 sm90": see attention_bwd_sm90.cuh. */
 #include "attention_bwd_sm90.cuh"
 
-bool attention_bwd_fits_d128_f16(const am_attention_args *a) { return attention_sm90::backward_fits(a, AM_F16, 128); }
+bool attention_bwd_fits_d128_f16(const am_attention_args *a)
+{
+    return attention_sm90::backward_fits(a, AM_F16, 128, 128);
+}
 
 am_status attention_bwd_d128_f16(const am_attention_args *a, cudaStream_t stream)
 {

@@ -45,14 +45,15 @@ __global__ void __launch_bounds__(kDeltaThreads)
 
 inline bool copyable_or_absent(const am_tensor &t) { return t.dtype == AM_NONE || copyable(t); }
 
-/* What the kernels take. Outputs and dout are not there yet when a caller asks which row will run. */
-inline bool backward_fits(const am_attention_args *a, am_dtype dtype, int64_t dim)
+/* What the kernels take, of head dims from `least` to `most`. Outputs and dout are not there yet when a caller asks
+ * which row will run. */
+inline bool backward_fits(const am_attention_args *a, am_dtype dtype, int64_t least, int64_t most)
 {
-    const int64_t group = a->q.shape[1] / a->k.shape[1];
-    return a->q.dtype == dtype && a->q.shape[2] == dim && group >= 1 && group <= 64 && (group & (group - 1)) == 0 &&
-           copyable(a->q) && copyable(a->k) && copyable(a->v) && copyable_or_absent(a->dout) &&
-           copyable_or_absent(a->out) && copyable_or_absent(a->dq) && copyable_or_absent(a->dk) &&
-           copyable_or_absent(a->dv) &&
+    const int64_t group = a->q.shape[1] / a->k.shape[1], dim = a->q.shape[2];
+    return a->q.dtype == dtype && dim >= least && dim <= most && dim % 8 == 0 && group >= 1 && group <= 64 &&
+           (group & (group - 1)) == 0 && copyable(a->q) && copyable(a->k) && copyable(a->v) &&
+           copyable_or_absent(a->dout) && copyable_or_absent(a->out) && copyable_or_absent(a->dq) &&
+           copyable_or_absent(a->dk) && copyable_or_absent(a->dv) &&
            a->q.shape[0] * group / RowTile<256>::kM + a->k.shape[0] / KeyTile<256, 1>::kKeys + a->docs.n <
                (1ll << 31) / a->k.shape[1];
 }
@@ -71,6 +72,7 @@ template <class A> am_status fill_args(A *args, const am_attention_args *a, cons
         args->group_shift++;
     args->scale = static_cast<float>(a->scale);
     args->scale_log2 = static_cast<float>(a->scale * 1.4426950408889634);
+    args->dim = static_cast<int>(a->q.shape[2]);
     args->causal = a->causal;
     return AM_OK;
 }
@@ -107,10 +109,10 @@ am_status launch_dkdv(const am_attention_args *a, const AttentionScratch &s, int
     return AM_OK;
 }
 
-/* Whether pairs of key tiles, which read rows from L2 once, are faster: each waits for the other's slower warpgroup, and
- * a pair's second tile for rows that only its first sees. ms of the backward with pairs and without, 16 query heads a key
- * head of 256 on one H200: 128K 1,574 and 1,653; 32K 98.1 and 99.2; 8K 5.73 and 5.69; 4 of 8K 26.1 and 25.5; 32K in
- * uneven documents 7.22 and 6.97. Both give the same bits. */
+/* Whether pairs of key tiles, which read rows from L2 once, are faster: each waits for the other's slower warpgroup,
+ * and a pair's second tile for rows that only its first sees. ms of the backward with pairs and without, 16 query heads
+ * a key head of 256 on one H200: 128K 1,574 and 1,653; 32K 98.1 and 99.2; 8K 5.73 and 5.69; 4 of 8K 26.1 and 25.5; 32K
+ * in uneven documents 7.22 and 6.97. Both give the same bits. */
 inline bool pairs_pay(const am_attention_args *a)
 {
     constexpr double kRows = 200000; /* of queries that a key is seen by, in the mean */
@@ -126,19 +128,19 @@ inline bool pairs_pay(const am_attention_args *a)
     return area * static_cast<double>(a->q.shape[1] / a->k.shape[1]) >= kRows * keys && keys > 0;
 }
 
-template <int kD, class E>
+template <int kD, class E, int kDepth>
 am_status launch_dkdv(const am_attention_args *a, const AttentionScratch &s, int sms, cudaStream_t stream)
 {
     if constexpr (kD == 256)
         if (pairs_pay(a) && sms > 1)
             return launch_dkdv<KeyTile<kD, 2>, E>(a, s, sms, stream);
-    return launch_dkdv<KeyTile<kD, 1>, E>(a, s, sms, stream);
+    return launch_dkdv<KeyTile<kD, 1, kDepth>, E>(a, s, sms, stream);
 }
 
-template <int kD, class E>
+template <int kD, class E, int kDepth>
 am_status launch_dq(const am_attention_args *a, const AttentionScratch &s, int sms, cudaStream_t stream)
 {
-    using T = RowTile<kD>;
+    using T = RowTile<kD, kDepth>;
     constexpr size_t kSmem = sizeof(RowSmem<T>) + 1024;
     static_assert(kSmem <= 232448, "227 KiB of shared memory");
     const uint32_t group = static_cast<uint32_t>(a->q.shape[1] / a->k.shape[1]);
@@ -157,7 +159,8 @@ am_status launch_dq(const am_attention_args *a, const AttentionScratch &s, int s
     return AM_OK;
 }
 
-template <int kD, class E> am_status launch_backward(const am_attention_args *a, cudaStream_t stream)
+/* kD and kDepth: as of the forward pass's Tile. */
+template <int kD, class E, int kDepth = kD> am_status launch_backward(const am_attention_args *a, cudaStream_t stream)
 {
     const AttentionScratch s = attention_scratch(a, true);
     const int64_t rows = a->q.shape[0] * a->q.shape[1];
@@ -165,10 +168,10 @@ template <int kD, class E> am_status launch_backward(const am_attention_args *a,
     AM_TRY(multiprocessors(&sms));
     AM_TRY(attention_fill_gaps(a, true, stream));
     attention_delta_sm90_kernel<E><<<8 * sms, kDeltaThreads, 0, stream>>>(
-        attention_view(a->dout), attention_view(a->out), s.delta, rows, a->q.shape[1], kD);
+        attention_view(a->dout), attention_view(a->out), s.delta, rows, a->q.shape[1], static_cast<int>(a->q.shape[2]));
     AM_CUDA_LAUNCHED();
-    AM_TRY((launch_dkdv<kD, E>(a, s, sms, stream)));
-    return launch_dq<kD, E>(a, s, sms, stream);
+    AM_TRY((launch_dkdv<kD, E, kDepth>(a, s, sms, stream)));
+    return launch_dq<kD, E, kDepth>(a, s, sms, stream);
 }
 
 } // namespace attention_sm90

@@ -25,8 +25,10 @@
 namespace attention_sm90
 {
 
-template <int kD_, int kCtas_> struct KeyTile {
-    static constexpr int kD = kD_, kCtas = kCtas_, kKeys = 64, kRows = 64, kStages = kD == 256 ? 2 : 4, kBoxes = kD / 64;
+template <int kD_, int kCtas_, int kDepth_ = kD_> struct KeyTile {
+    static constexpr int kDepth = kDepth_;
+    static constexpr int kD = kD_, kCtas = kCtas_, kKeys = 64, kRows = 64, kStages = kD == 256 ? 2 : 4,
+                         kBoxes = kD / 64;
     static constexpr int kBytes = 64 * kD * 2; /* of K, V, and a block of Q or dO */
     static constexpr int kLoadRegs = 40, kMathRegs = 232, kThreads = 384;
     static constexpr int kWarps = 8; /* of both math warpgroups */
@@ -70,13 +72,11 @@ struct KeyArgs {
     uint32_t key_heads;
     int group_shift; /* G = 1 << it */
     float scale, scale_log2;
+    int dim;
     bool causal;
 };
 
-template <class T> __device__ __forceinline__ uint32_t rank_of()
-{
-    return T::kCtas == 1 ? 0 : ptx::cluster_rank();
-}
+template <class T> __device__ __forceinline__ uint32_t rank_of() { return T::kCtas == 1 ? 0 : ptx::cluster_rank(); }
 
 /* A stage is free in this block, and known to be in the other, which writes half of it. */
 template <class T> __device__ __forceinline__ void release(uint64_t *empty)
@@ -319,14 +319,15 @@ template <class T> __device__ void first_block(KeySmem<T> &s, const KeyArgs &a, 
 }
 
 template <class T, class E>
-__device__ void store_keys(const AttentionView &to, const KeyWork &w, const float (&sums)[T::kD / 2], float factor)
+__device__ void store_keys(const AttentionView &to, const KeyWork &w, const float (&sums)[T::kD / 2], float factor,
+                           int dim)
 {
     const int row = static_cast<int>(threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4);
     E *const at = static_cast<E *>(to.data) + w.key_head * to.head;
 #pragma unroll
     for (int r = 0; r < 2; r++)
         store_row<E>(at + (static_cast<int64_t>(w.key_row) + row + 8 * r) * to.token, row + 8 * r < w.keys, sums, r,
-                     factor);
+                     factor, columns<T>(dim));
 }
 
 /* A math warpgroup's place in the rings, and its thread's in the tile. */
@@ -376,7 +377,7 @@ template <class T, class E> __device__ void weight_role(KeySmem<T> &s, const Key
             uint32_t p[T::kRows / 16][4];
             first_block<T>(s, a, w, at.ring);
             ptx::wgmma_fence();
-            issue_scores<E, T::kD, T::kKeys, T::kRows>(sc, k_low, q_low());
+            issue_scores<E, T::kDepth, T::kKeys, T::kRows>(sc, k_low, q_low());
             ptx::wgmma_wait_group<0>();
             int b = first + blocks - 1;
             for (; b > first; b--) {
@@ -388,7 +389,7 @@ template <class T, class E> __device__ void weight_role(KeySmem<T> &s, const Key
                 at.ring.advance();
                 ptx::mbarrier_wait(&s.q_full[at.ring.slot], at.ring.phase);
                 ptx::wgmma_fence();
-                issue_scores<E, T::kD, T::kKeys, T::kRows>(sc, k_low, q_low());
+                issue_scores<E, T::kDepth, T::kKeys, T::kRows>(sc, k_low, q_low());
                 ptx::wgmma_wait_group<1>();
                 if (at.signals)
                     release<T>(&s.dout_empty[slot]);
@@ -403,7 +404,7 @@ template <class T, class E> __device__ void weight_role(KeySmem<T> &s, const Key
                 release<T>(&s.dout_empty[at.ring.slot]);
             at.ring.advance();
         }
-        store_keys<T, E>(a.dv, w, dv, 1.0f);
+        store_keys<T, E>(a.dv, w, dv, 1.0f, a.dim);
         __syncwarp();
         if (at.signals)
             ptx::mbarrier_arrive(&s.kv_empty);
@@ -447,7 +448,7 @@ template <class T, class E> __device__ void score_role(KeySmem<T> &s, const KeyA
             uint32_t ds[T::kRows / 16][4];
             first_block<T>(s, a, w, at.ring);
             ptx::wgmma_fence();
-            issue_scores<E, T::kD, T::kKeys, T::kRows>(dp, v_low, dout_low());
+            issue_scores<E, T::kDepth, T::kKeys, T::kRows>(dp, v_low, dout_low());
             ptx::wgmma_wait_group<0>();
             int b = first + blocks - 1;
             for (; b > first; b--) {
@@ -459,7 +460,7 @@ template <class T, class E> __device__ void score_role(KeySmem<T> &s, const KeyA
                 at.ring.advance();
                 ptx::mbarrier_wait(&s.dout_full[at.ring.slot], at.ring.phase);
                 ptx::wgmma_fence();
-                issue_scores<E, T::kD, T::kKeys, T::kRows>(dp, v_low, dout_low());
+                issue_scores<E, T::kDepth, T::kKeys, T::kRows>(dp, v_low, dout_low());
                 ptx::wgmma_wait_group<1>();
                 if (at.signals)
                     release<T>(&s.q_empty[slot]);
@@ -474,7 +475,7 @@ template <class T, class E> __device__ void score_role(KeySmem<T> &s, const KeyA
                 release<T>(&s.q_empty[at.ring.slot]);
             at.ring.advance();
         }
-        store_keys<T, E>(a.dk, w, dk, a.scale);
+        store_keys<T, E>(a.dk, w, dk, a.scale, a.dim);
         __syncwarp();
         if (at.signals)
             ptx::mbarrier_arrive(&s.kv_empty);

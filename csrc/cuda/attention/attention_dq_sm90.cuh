@@ -20,8 +20,8 @@
 namespace attention_sm90
 {
 
-template <int kD_> struct RowTile {
-    static constexpr int kD = kD_, kM = 128, kN = 64, kStages = 2, kBoxes = kD / 64;
+template <int kD_, int kDepth_ = kD_> struct RowTile {
+    static constexpr int kD = kD_, kDepth = kDepth_, kM = 128, kN = 64, kStages = 2, kBoxes = kD / 64;
     static constexpr int kRowBytes = kM * kD * 2, kKeyBytes = kN * kD * 2;
     static constexpr int kLoadRegs = 40, kMathRegs = 232, kThreads = 384;
 };
@@ -48,6 +48,7 @@ struct RowArgs {
     uint32_t key_heads;
     int group_shift; /* G = 1 << it */
     float scale, scale_log2;
+    int dim;
     bool causal;
 };
 
@@ -169,9 +170,9 @@ template <class T, class E> __device__ void row_math_role(RowSmem<T> &s, const R
                 ptx::bar_sync(1, 256);
             }
             ptx::wgmma_fence();
-            issue_scores<E, T::kD, T::kM, T::kN>(sc, q_low, k_low());
+            issue_scores<E, T::kDepth, T::kM, T::kN>(sc, q_low, k_low());
             ptx::mbarrier_wait(&s.v_full, v_phase);
-            issue_scores<E, T::kD, T::kM, T::kN>(dp, dout_low, v_low);
+            issue_scores<E, T::kDepth, T::kM, T::kN>(dp, dout_low, v_low);
             ptx::wgmma_wait_group<1>();
             weigh_keys(sc, rows, n * T::kN, edge, a.scale_log2);
             ptx::wgmma_wait_group<0>();
@@ -195,7 +196,7 @@ template <class T, class E> __device__ void row_math_role(RowSmem<T> &s, const R
             const int head = w.head0 + ((row + 8 * r) & ((1 << a.group_shift) - 1));
             const int64_t t = static_cast<int64_t>(w.token0) + token;
             store_row<E>(static_cast<E *>(a.dq.data) + t * a.dq.token + head * a.dq.head, token < w.tokens, dq, r,
-                         a.scale);
+                         a.scale, columns<T>(a.dim));
         }
     }
 }

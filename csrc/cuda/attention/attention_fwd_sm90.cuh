@@ -28,16 +28,19 @@
 namespace attention_sm90
 {
 
-template <int kD_> struct Tile {
-    static constexpr int kD = kD_;
-    static constexpr int kM = 128, kN = kD == 256 ? 80 : kD == 128 ? 176 : 128, kStages = 2, kMathWgs = 2;
+/* kD columns in shared memory, in sums over keys and in O; kDepth of them in scores, where the head dim is no multiple
+ * of 64: the copy engine fills the rest with zeros. */
+template <int kD_, int kDepth_ = kD_> struct Tile {
+    static constexpr int kD = kD_, kDepth = kDepth_;
+    static constexpr int kM = 128, kN = kD == 256 ? 80 : kDepth == 128 ? 176 : 128, kStages = 2, kMathWgs = 2;
     static constexpr int kBoxes = kD / 64; /* of 64 elements, 128 bytes */
     static constexpr int kLoadRegs = 40, kMathRegs = 232;
     static constexpr int kThreads = 128 * (1 + kMathWgs);
     static constexpr int kQBytes = kM * kD * 2, kKvBytes = kN * kD * 2;
     static constexpr int kLaunchRegs = 65536 / kThreads / 8 * 8; /* what every thread starts with */
     static_assert(kLoadRegs + kMathWgs * kMathRegs <= (1 + kMathWgs) * kLaunchRegs, "the block's registers");
-    static_assert(kD % 64 == 0 && kN % 16 == 0 && kM == 64 * kMathWgs, "whole boxes, steps and slabs");
+    static_assert(kD % 64 == 0 && kDepth % 16 == 0 && kDepth <= kD && kN % 16 == 0 && kM == 64 * kMathWgs,
+                  "whole boxes, steps and slabs");
     static_assert(kN * 128 % 1024 == 0, "boxes start on a swizzle's period");
 };
 
@@ -60,6 +63,7 @@ struct Args {
     uint32_t key_heads;
     int group_shift; /* G = 1 << it */
     float scale_log2;
+    int dim;
     bool causal;
 };
 
@@ -183,7 +187,8 @@ __device__ __forceinline__ void write_row(const Args &a, const Work &w, const fl
     const int64_t t = static_cast<int64_t>(w.token0) + token;
     const bool real = token < w.tokens;
     const int lane = static_cast<int>(threadIdx.x % 4);
-    store_row<E>(static_cast<E *>(a.out.data) + t * a.out.token + head * a.out.head, real, o, r, inverse);
+    store_row<E>(static_cast<E *>(a.out.data) + t * a.out.token + head * a.out.head, real, o, r, inverse,
+                 columns<T>(a.dim));
     if (!real || lane != 0)
         return;
     const float log_total = logf(total), most = top * a.scale_log2 * 0.69314718056f, both = most + log_total;
@@ -219,7 +224,7 @@ template <class T, class E> __device__ void math_role(Smem<T> &s, const Args &a)
             uint32_t p[T::kN / 16][4];
             ptx::mbarrier_wait(&s.k_full[slot_of(at)], phase_of(at));
             ptx::wgmma_fence();
-            issue_scores<E, T::kD, T::kM, T::kN>(sc, q_low, k_low(at));
+            issue_scores<E, T::kDepth, T::kM, T::kN>(sc, q_low, k_low(at));
             ptx::wgmma_wait_group<0>();
             if (signals)
                 ptx::mbarrier_arrive(&s.k_empty[slot_of(at)]);
@@ -234,7 +239,7 @@ template <class T, class E> __device__ void math_role(Smem<T> &s, const Args &a)
             while ((key0 -= T::kN) >= 0) {
                 ptx::mbarrier_wait(&s.k_full[slot_of(at)], phase_of(at));
                 ptx::wgmma_fence();
-                issue_scores<E, T::kD, T::kM, T::kN>(sc, q_low, k_low(at));
+                issue_scores<E, T::kDepth, T::kM, T::kN>(sc, q_low, k_low(at));
                 rescale<T>(o, factor);
                 ptx::mbarrier_wait(&s.v_full[slot_of(at - 1)], phase_of(at - 1));
                 ptx::wgmma_fence();
@@ -295,13 +300,15 @@ __global__ void __launch_bounds__(T::kThreads, 1) attention_fwd_sm90_kernel(cons
     }
 }
 
-/* What the kernel takes, beside dtype and dim. `out` is not there yet when a caller asks which row will run. */
-inline bool fits(const am_attention_args *a, am_dtype dtype, int64_t dim)
+/* What the kernel takes, beside dtype and head dims from `least` to `most`. `out` is not there yet when a caller asks
+ * which row will run. */
+inline bool fits(const am_attention_args *a, am_dtype dtype, int64_t least, int64_t most)
 {
-    const int64_t group = a->q.shape[1] / a->k.shape[1];
-    return a->q.dtype == dtype && a->q.shape[2] == dim && group >= 1 && group <= 128 && (group & (group - 1)) == 0 &&
-           copyable(a->q) && copyable(a->k) && copyable(a->v) && (a->out.dtype == AM_NONE || copyable(a->out)) &&
-           a->scale >= 0.0 && a->q.shape[0] * group / Tile<256>::kM + a->docs.n / 2 < (1ll << 31) / a->k.shape[1];
+    const int64_t group = a->q.shape[1] / a->k.shape[1], dim = a->q.shape[2];
+    return a->q.dtype == dtype && dim >= least && dim <= most && dim % 8 == 0 && group >= 1 && group <= 128 &&
+           (group & (group - 1)) == 0 && copyable(a->q) && copyable(a->k) && copyable(a->v) &&
+           (a->out.dtype == AM_NONE || copyable(a->out)) && a->scale >= 0.0 &&
+           a->q.shape[0] * group / Tile<256>::kM + a->docs.n / 2 < (1ll << 31) / a->k.shape[1];
 }
 
 template <class T, class E> am_status launch(const am_attention_args *a, cudaStream_t stream)
@@ -329,6 +336,7 @@ template <class T, class E> am_status launch(const am_attention_args *a, cudaStr
     while (1 << args.group_shift < group)
         args.group_shift++;
     args.scale_log2 = fmaxf(static_cast<float>(a->scale * 1.4426950408889634), kLeast);
+    args.dim = static_cast<int>(a->q.shape[2]);
     args.causal = a->causal;
     AM_CUDA(cudaFuncSetAttribute(attention_fwd_sm90_kernel<T, E>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmem));
     attention_fwd_sm90_kernel<T, E><<<static_cast<unsigned>(sms), T::kThreads, kSmem, stream>>>(args);

@@ -218,9 +218,9 @@ template <int kRows, int kBoxes> __device__ void clear_rows(char *tile, int from
     }
 }
 
-/* Row r of the thread's two (8 apart) times `factor`, in 16-byte stores. */
+/* Row r of the thread's two (8 apart) times `factor`, in 16-byte stores of its first `dim` columns. */
 template <class E, int kCount>
-__device__ __forceinline__ void store_row(E *to, bool real, const float (&o)[kCount], int r, float factor)
+__device__ __forceinline__ void store_row(E *to, bool real, const float (&o)[kCount], int r, float factor, int dim)
 {
     const int lane = static_cast<int>(threadIdx.x % 4);
 #pragma unroll
@@ -230,10 +230,13 @@ __device__ __forceinline__ void store_row(E *to, bool real, const float (&o)[kCo
         for (int i = 0; i < 4; i++)
             words[i] = Element<E>::pack(o[16 * j + 4 * i + 2 * r] * factor, o[16 * j + 4 * i + 2 * r + 1] * factor);
         const uint4 whole = turn(words[0], words[1], words[2], words[3]);
-        if (real)
+        if (real && 32 * j + 8 * lane < dim)
             *reinterpret_cast<uint4 *>(to + 32 * j + 8 * lane) = whole;
     }
 }
+
+/* Columns of a row: a tile that is deep as it is wide takes no other head dim. */
+template <class T> __device__ __forceinline__ int columns(int dim) { return T::kDepth == T::kD ? T::kD : dim; }
 
 inline bool copyable(const am_tensor &t)
 {
