@@ -2,6 +2,7 @@
 experts on other ranks."""
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from automodel_c.ops import _experts  # noqa: F401  registers their operators
@@ -19,8 +20,22 @@ def checkpoint_context_fn():
     The rows that came in, the outputs of attention and the choice of experts on other ranks are kept; everything else
     is computed again.
     """
-    return create_selective_checkpoint_contexts(_policy)
+    return tuple(_KeptAlone(mode) for mode in create_selective_checkpoint_contexts(_policy))
+
+
+class _KeptAlone(TorchDispatchMode):
+    """Shows one of torch's modes the operators of `KEPT` and no other: torch counts every operator, and an FSDP2 unit
+    inside the region does not gather the second time what it still holds."""
+
+    def __init__(self, mode):
+        super().__init__()
+        self.mode = mode
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in KEPT:
+            return self.mode.__torch_dispatch__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))
 
 
 def _policy(ctx, op, *args, **kwargs):
-    return CheckpointPolicy.MUST_SAVE if op in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE
