@@ -115,9 +115,11 @@ def everywhere(*groups):
         raise
     except Exception as error:
         # a lost connection means that another rank failed, which is looked for
-        if not getattr(error, "_told", False) and not _lost_connection(error):
-            error._told = True
-            _tell([group for group in groups if group is not None], error)
+        told = getattr(error, "_told", [])
+        untold = [group for group in groups if group is not None and group not in told]
+        if untold and not _lost_connection(error):
+            error._told = [*told, *untold]
+            _tell(untold, error)
         raise
 
 
