@@ -9,13 +9,14 @@ from torch.distributed.tensor import DTensor
 from .gates import published_name
 from .qwen3_5 import Qwen3_5
 from .qwen3_5.checkpoint import save, written_beside
+from .qwen3_5.experts import whole_experts
 
 
 def full_state_dict(model):
     """The whole, unsharded state on the CPU on rank 0 of the default group, {} elsewhere; call it on every rank."""
     keep = dist.get_rank() == 0
     state = {}
-    for name, tensor in model.state_dict().items():
+    for name, tensor in whole_experts(model):
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if keep:
             state[published_name(name)] = whole.detach().cpu().contiguous()

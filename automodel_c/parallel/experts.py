@@ -17,6 +17,25 @@ from . import alarms
 from .exchange import Route, exchange, exchange_back, triples
 
 
+class ExpertParallel:
+    """The ranks that share the experts of every layer of a model. `group`: their process group (gloo), None for one."""
+
+    def __init__(self, group=None):
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise TypeError(f"ep_group must be a process group or None, not {type(group).__name__}")
+        self.ranks, self.rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+        if self.rank < 0:
+            raise ValueError(f"ep_group: global rank {dist.get_rank()} is not in the group")
+        self.group = group if self.ranks > 1 else None
+
+    def __deepcopy__(self, memo):
+        return self  # a copy of a model is over the same ranks
+
+    def range(self, experts):
+        """(first, end) of the experts that this rank holds."""
+        return expert_range(experts, self.ranks, self.rank)
+
+
 def expert_range(experts, ranks, rank):
     """(first, end) of the experts that `rank` holds: contiguous, what is over goes to the first ranks."""
     each, over = divmod(experts, ranks)

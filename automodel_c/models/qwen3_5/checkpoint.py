@@ -15,10 +15,12 @@ import shutil
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 from ..gates import published_name
+from .experts import whole_experts
 
 LAYOUTS = ("grouped", "split")
 _PARTS = {"decoder": "model.language_model.layers.", "mtp": "mtp.layers."}
@@ -52,27 +54,35 @@ class Files:
     @torch.no_grad()
     def fill(self, model):
         """Writes every parameter of `model` from the files, in its own dtype; on the meta device shapes are checked
-        alone. Returns the layouts of the experts, {"decoder": ..., "mtp": ...}.
+        alone. Of experts it reads those that the model's rank holds. Returns the layouts of the experts,
+        {"decoder": ..., "mtp": ...}.
 
         RuntimeError names the keys that are missing and those that are left over; ValueError a shape that disagrees.
         """
-        targets = {key: tensor for name, tensor in model.state_dict().items() for key in [published_name(name)]}
-        sources = {}
-        for key, tensor in targets.items():
-            sources |= dict(self._sources(key, tensor))
+        sources, experts = {}, model.config.text.num_experts
+        for name, tensor in model.state_dict().items():
+            sources |= dict(self._sources(published_name(name), tensor, experts, model.ep))
         self._account(sources)
-        for key, tensor in sources.items():
-            self._read(key, tensor)
+        for key, target in sources.items():
+            if target is not None:
+                self._read(key, *target)
         return dict(self.layouts)
 
-    def _sources(self, key, tensor):
-        """(key in the files, the tensor or the part of it that it fills)."""
-        split = _EXPERTS.match(key)
-        if not split or self.layouts[_part(key)] != "split":
-            yield key, tensor
+    def _sources(self, key, tensor, experts, ep):
+        """(key in the files, None where it is another rank's, else (the tensor or the part of it that it fills, which
+        of the key's first axis it takes, of how many))."""
+        match = _EXPERTS.match(key)
+        if not match:
+            yield key, (tensor, slice(None), None)
             return
-        for expert, whole in enumerate(tensor):
-            yield from _split(split["layer"], split["what"], expert, whole)
+        first, end = ep.range(experts)
+        if self.layouts[_part(key)] != "split":
+            yield key, (tensor, slice(first, end), experts)
+            return
+        for expert in range(experts):
+            mine = first <= expert < end
+            for name, part in _split(match["layer"], match["what"], expert, tensor[expert - first] if mine else None):
+                yield name, (part, slice(None), None) if mine else None
 
     def _account(self, sources):
         missing, left = [k for k in sources if k not in self.at], [k for k in self.at if k not in sources]
@@ -80,16 +90,19 @@ class Files:
         if said:
             raise RuntimeError(f"load: the files of {self.folder} do not fit config.json; " + "; ".join(said))
 
-    def _read(self, key, out):
+    def _read(self, key, out, taken, rows):
+        """Fills `out` with those rows of a key that `taken` is, of `rows` in all (None: as many as `out` has)."""
         name, there = self.at[key]
         if name not in self._open:
             self._open = {name: safe_open(self.folder / name, framework="pt")}
-        shape = list(self._open[name].get_slice(there).get_shape())
-        if shape != list(out.shape):
-            raise ValueError(f"load: {key} has shape {shape} in {name}, the model needs {list(out.shape)}")
+        stored = self._open[name].get_slice(there)
+        shape, needed = list(stored.get_shape()), list(out.shape)
+        needed[:1] = needed[:1] if rows is None else [rows]
+        if shape != needed:
+            raise ValueError(f"load: {key} has shape {shape} in {name}, the model needs {needed}")
         if out.is_meta:
             return
-        tensor = self._open[name].get_tensor(there)
+        tensor = self._open[name].get_tensor(there) if rows is None or len(out) == rows else stored[taken]
         if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
             raise NotImplementedError(f"load: {key} is {tensor.dtype} in {name}; quantized weights are not read")
         out.copy_(tensor)
@@ -140,12 +153,12 @@ def _layout(keys, part, prefix):
 
 
 def _split(layer, what, expert, whole):
-    """(split key, its part of one expert's grouped weight)."""
+    """(split key, its part of one expert's grouped weight, None of None)."""
     base = f"{layer}.mlp.experts.{expert}"
     if what == "down_proj":
         yield f"{base}.down_proj.weight", whole
     else:
-        gate, up = whole.chunk(2)
+        gate, up = (None, None) if whole is None else whole.chunk(2)
         yield f"{base}.gate_proj.weight", gate
         yield f"{base}.up_proj.weight", up
 
@@ -162,16 +175,23 @@ def save(model, folder, *, experts=None, shard_bytes=5 * 10**9, state=None, extr
     loaded from, else split. shard_bytes: a file holds at most so much. state: the whole tensors by name, where the
     model's own are parts of them. extra(folder): writes what else belongs there. Written beside and renamed: `folder`
     is whole or as it was.
+
+    Where ranks share the experts and no state is given, all ranks of one such group call it, and its first one writes.
     """
     if experts not in (None, *LAYOUTS):
         raise ValueError(f"save: experts is {experts!r}, one of {', '.join(LAYOUTS)} is needed")
     loaded = getattr(model, "expert_layouts", {})
     layouts = {part: experts or loaded.get(part, "split") for part in _PARTS}
-    with written_beside(folder) as beside:
-        _write_shards(_published(model.state_dict() if state is None else state, layouts), beside, shard_bytes)
-        (beside / "config.json").write_text(json.dumps(_config(model), indent=2) + "\n")
-        if extra is not None:
-            extra(beside)
+    group = model.ep.group if state is None else None
+    state = dict(whole_experts(model)) if state is None else state
+    if group is None or model.ep.rank == 0:
+        with written_beside(folder) as beside:
+            _write_shards(_published(state, layouts), beside, shard_bytes)
+            (beside / "config.json").write_text(json.dumps(_config(model), indent=2) + "\n")
+            if extra is not None:
+                extra(beside)
+    if group is not None:
+        dist.barrier(group)
 
 
 @contextlib.contextmanager

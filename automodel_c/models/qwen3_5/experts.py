@@ -2,10 +2,13 @@
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from automodel_c import ops
 from automodel_c.parallel.exchange import exchange
+from automodel_c.parallel.experts import ExpertParallel
 
 from .layers import MLP
 
@@ -19,13 +22,48 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """Holds gate_up_proj [E, 2I, H], the gate first, and down_proj [E, H, I]."""
+    """Holds gate_up_proj [e, 2I, H], the gate first, and down_proj [e, H, I]: e of all E experts are this rank's."""
 
     def __init__(self, config):
         super().__init__()
         experts, size, width = config.num_experts, config.hidden_size, config.moe_intermediate_size
+        self.ep = ExpertParallel()
         self.gate_up_proj = nn.Parameter(torch.zeros(experts, 2 * width, size))
         self.down_proj = nn.Parameter(torch.zeros(experts, size, width))
+
+    def spread(self, ep):
+        """Keeps the experts of this rank of `ep`, an ExpertParallel whose ranks divide E."""
+        self.ep = ep
+        for name, weight in list(self.named_parameters()):
+            first, end = ep.range(len(weight))
+            setattr(self, name, nn.Parameter(weight.detach()[first:end].clone()))
+
+    def forward(self, x, router_weight, padding, top_k):
+        """As `ops.moe` with the router's statistics, over the ranks that hold experts."""
+        return ops.moe(
+            x, router_weight, _own(self.gate_up_proj), _own(self.down_proj), top_k=top_k, padding=padding,
+            ep_group=self.ep.group, return_router_stats=True,
+        )  # fmt: skip
+
+
+def _own(weight):
+    """A weight's experts of this rank: under FSDP2 they are a part of a DTensor over the ranks that share them."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+def whole_experts(model):
+    """(name, tensor) of the state dict of `model` with the experts of all ranks, which gather them layer by layer; what
+    is a DTensor stays one."""
+    spread = {}
+    for prefix, module in model.named_modules():
+        if isinstance(module, Experts) and module.ep.group is not None:
+            spread |= {f"{prefix}.{name}": module.ep for name, _ in module.named_parameters()}
+    for name, tensor in model.state_dict().items():
+        if name in spread and not isinstance(tensor, DTensor):
+            parts = [torch.empty_like(tensor) for _ in range(spread[name].ranks)]
+            dist.all_gather(parts, tensor.detach().contiguous(), group=spread[name].group)
+            tensor = torch.cat(parts)
+        yield name, tensor
 
 
 class SparseMoE(nn.Module):
@@ -41,10 +79,7 @@ class SparseMoE(nn.Module):
 
     def forward(self, x, padding):
         """x [T, H], padding bool [T] or None -> ([T, H], the router's statistics for `auxiliary_loss`)."""
-        out, *stats = ops.moe(
-            x, self.gate.weight, self.experts.gate_up_proj, self.experts.down_proj, top_k=self.top_k,
-            padding=padding, return_router_stats=True,
-        )  # fmt: skip
+        out, *stats = self.experts(x, self.gate.weight, padding, self.top_k)
         return ops.add_shared_expert(out, self.shared_expert(x), self.shared_expert_gate(x)), tuple(stats)
 
 

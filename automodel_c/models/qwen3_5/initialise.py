@@ -10,7 +10,8 @@ from .layers import GatedRMSNorm, LayerNorm, RMSNorm
 
 @torch.no_grad()
 def initialise(model):
-    """Fills every parameter of a Qwen3_5 from torch's generator: equal seeds give equal models."""
+    """Fills every parameter of a Qwen3_5 from torch's generator: equal seeds give equal models, whatever ranks share
+    their experts."""
     text, vision = model.config.text.initializer_range, model.config.vision.initializer_range
     for name, module in model.named_modules():
         _fill(module, vision if name.startswith("model.visual") else text)
@@ -21,9 +22,13 @@ def _fill(module, std):
         module.weight.normal_(0.0, std)
         if getattr(module, "bias", None) is not None:
             module.bias.zero_()
-    elif isinstance(module, Router | Experts):
+    elif isinstance(module, Router):
+        module.weight.normal_(0.0, std)
+    elif isinstance(module, Experts):
         for weight in module.parameters():
-            weight.normal_(0.0, std)
+            whole = weight.new_empty(len(weight) * module.ep.ranks, *weight.shape[1:])
+            first, end = module.ep.range(len(whole))
+            weight.copy_(whole.normal_(0.0, std)[first:end])
     elif isinstance(module, GatedDeltaNet):
         module.A_log.uniform_(0.01, 16).log_()  # away from 0, whose log is -inf
         module.dt_bias.fill_(1.0)

@@ -7,13 +7,14 @@ import torch
 from torch import nn
 
 from automodel_c import ops
-from automodel_c.parallel import ContextParallel
+from automodel_c.parallel import ContextParallel, alarms
 from automodel_c.parallel.exchange import exchange
+from automodel_c.parallel.experts import ExpertParallel
 from automodel_c.parallel.frame_plan import FrameSharding
 
 from .checkpoint import Files, save
 from .config import read_config
-from .experts import auxiliary_loss, over_ranks
+from .experts import Experts, auxiliary_loss, over_ranks
 from .frames import see
 from .initialise import initialise
 from .mtp import LOSS_SCALE, MTP
@@ -22,12 +23,12 @@ from .text import TextModel
 from .vision import VisionModel
 
 _AUX_LOSS = (None, "transformers", "per_layer")
-_PARALLEL = ("dp", "tp", "pp", "ep", "dp_size", "tp_size", "pp_size", "cp_size", "ep_size", "mesh", "ep_group")
+_PARALLEL = ("dp", "tp", "pp", "ep", "dp_size", "tp_size", "pp_size", "cp_size", "ep_size", "mesh")
 
 
 def load(
     path_or_config, *, dtype=None, device=None, cp=None, activation_checkpointing=False, aux_loss=None,
-    frame_sharding=None, config=None, **parallel,
+    frame_sharding=None, ep_group=None, config=None, **parallel,
 ):  # fmt: skip
     """A Qwen3.5 vision-language model, dense or with experts, ready to train.
 
@@ -46,6 +47,10 @@ def load(
             of the loss; parts and their gradients sum over the group to those of one rank. None is one rank.
         frame_sharding: a mapping with keys of `FrameSharding`: how the tower's frames are spread over those ranks.
             None is the default, every rank runs every frame.
+        ep_group: None, or the process group (gloo) whose ranks share the experts of every layer: rank r of R holds
+            experts [r E / R, (r + 1) E / R), and reads only them. The ranks call the model alike, each with its own
+            tokens (of packs of its own, or its part of one that `cp` shares); an expert's gradient is that of all
+            their losses. What is no expert is whole on every rank.
         config: with a directory, a configuration that takes the place of its config.json.
         **parallel: None or one rank.
 
@@ -54,8 +59,10 @@ def load(
 
     Raises:
         ValueError: no model directory, a configuration that makes no model, a shape that disagrees, experts in two
-            key styles. RuntimeError: keys that are missing or not the model's, all named. NotImplementedError: more
-            ranks than one, or a part that this definition does not have.
+            key styles, a number of experts that the ranks of `ep_group` do not divide. TypeError: another dtype, an
+            `ep_group` that is none. RuntimeError: keys that are missing or not the model's, all named.
+            NotImplementedError: other kinds of parallelism over more ranks than one, or a part that this definition
+            does not have.
     """
     _refuse_parallel({} if isinstance(cp, ContextParallel) else {"cp": cp}, parallel)
     if activation_checkpointing not in (False, True, "full", None):
@@ -68,8 +75,9 @@ def load(
     dtype = dtype or config.dtype or torch.float32
     if dtype not in (torch.float32, torch.bfloat16):
         raise TypeError(f"load: dtype is {dtype}, torch.float32 or torch.bfloat16 is needed")
+    ep = _expert_parallel(ep_group, config.text.num_experts)
     folder = path_or_config if isinstance(path_or_config, str) or hasattr(path_or_config, "__fspath__") else None
-    model = _build(config, folder, dtype, device)
+    model = _build(config, folder, dtype, device, ep)
     model.recompute(bool(activation_checkpointing))
     model.aux_loss = aux_loss
     model.cp = cp if isinstance(cp, ContextParallel) else None
@@ -82,13 +90,14 @@ class Qwen3_5(nn.Module):
     """`loss, metrics = model(batch)`. Letters: T tokens, H hidden size, V vocabulary.
 
     Attributes: config; model.language_model, model.visual, lm_head; mtp, or None where there is none (set it to None
-    to train without); aux_loss and cp, as in `load`; frame_sharding, a `FrameSharding`; aux_share, by which the
-    auxiliary loss is multiplied where it is added: a step of several batches gives each its share of the average.
+    to train without); aux_loss and cp, as in `load`; ep, the ranks that share the experts; frame_sharding, a
+    `FrameSharding`; aux_share, by which the auxiliary loss is multiplied where it is added: a step of several batches
+    gives each its share of the average.
     """
 
     def __init__(self, config):
         super().__init__()
-        self.config = config
+        self.config, self.ep = config, ExpertParallel()
         self.aux_loss, self.cp, self.frame_sharding = None, None, FrameSharding()
         self.aux_share = 1.0
         self.model = nn.Module()
@@ -120,9 +129,13 @@ class Qwen3_5(nn.Module):
         that sum over the group to one rank's; gradients are this rank's parts, to be summed likewise; label_tokens is
         the whole batch's on every rank.
 
-        ValueError and TypeError name the key, and both numbers where counts disagree.
+        ValueError and TypeError name the key, and both numbers where counts disagree. What is raised on one rank is
+        raised on all that share a pack or experts with it.
         """
-        batch = self._batch(batch, labels=True)
+        with alarms.everywhere(self.ep.group):
+            return self._losses(self._batch(batch, labels=True))
+
+    def _losses(self, batch):
         embeddings = self._embed(batch)
         whole = self.mtp is not None or self.has_aux_loss  # they read every row of the last layer
         rows = None if whole else batch.labelled_rows
@@ -153,20 +166,21 @@ class Qwen3_5(nn.Module):
         """Logits [n, V] of the tokens `rows` (int [n], any sequence; None is all T) of a batch, whose labels may be
         missing. Under context parallelism every rank gives the same rows of the whole pack and gets all their logits.
         Under FSDP2 register it: `register_fsdp_forward_method(model, "logits")`."""
-        batch = self._batch(batch)
-        hidden, _ = self._decode(self._embed(batch), batch)
-        plan, share = batch.step.plan, batch.share
-        if plan is not None:
-            rows = np.arange(plan.tokens) if rows is None else rows
-            rows = torch.as_tensor(rows, dtype=torch.int64).cpu().numpy()
-            hidden = exchange(hidden, share.to_all(_rows_in(rows, plan.tokens)), plan.group)
-        elif rows is not None:
-            hidden = hidden.index_select(0, torch.as_tensor(rows, dtype=torch.int64, device=hidden.device))
-        return self.lm_head(hidden)
+        with alarms.everywhere(self.ep.group):
+            batch = self._batch(batch)
+            hidden, _ = self._decode(self._embed(batch), batch)
+            plan, share = batch.step.plan, batch.share
+            if plan is not None:
+                rows = np.arange(plan.tokens) if rows is None else rows
+                rows = torch.as_tensor(rows, dtype=torch.int64).cpu().numpy()
+                hidden = exchange(hidden, share.to_all(_rows_in(rows, plan.tokens)), plan.group)
+            elif rows is not None:
+                hidden = hidden.index_select(0, torch.as_tensor(rows, dtype=torch.int64, device=hidden.device))
+            return self.lm_head(hidden)
 
     def _batch(self, batch, labels=False):
         depths = 0 if self.mtp is None else len(self.mtp.layers)
-        return Batch(batch, self.config, self.lm_head.weight.device, self.cp, depths if labels else 0, labels)
+        return Batch(batch, self.config, self.lm_head.weight.device, self.cp, depths if labels else 0, labels, self.ep)
 
     def _embed(self, batch):
         """Embeddings of the batch's embedded rows, those of the media in their places; without media the tower runs all
@@ -195,12 +209,28 @@ class Qwen3_5(nn.Module):
         save(self, folder, experts=experts)
 
 
-def _build(config, folder, dtype, device):
+def _expert_parallel(group, experts):
+    try:
+        ep = ExpertParallel(group)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"load: {error}") from None
+    if ep.ranks > 1 and not experts:
+        raise ValueError(f"load: ep_group has {ep.ranks} ranks, the model has no experts")
+    if experts and experts % ep.ranks:
+        raise ValueError(f"load: num_experts is {experts}, no multiple of the {ep.ranks} ranks of ep_group")
+    return ep
+
+
+def _build(config, folder, dtype, device, ep):
     files = None if folder is None else Files(folder)
     if files is not None:
         config = dataclasses.replace(config, text=files.with_mtp(config.text))
     with torch.device("meta"):
         model = Qwen3_5(config)
+    model.ep = ep
+    for module in model.modules() if ep.group is not None else ():
+        if isinstance(module, Experts):
+            module.spread(ep)
     model = model.to(dtype)
     meta = device is not None and torch.device(device).type == "meta"
     if not meta:
@@ -229,7 +259,8 @@ def _refuse_parallel(cp, parallel):
         if ranks != 1:
             raise NotImplementedError(
                 f"load: {name}={value!r}: this model runs on one rank of {name} so far; data parallelism goes around "
-                "it (parallelize_qwen3_5), context parallelism is cp=ContextParallel(group)"
+                "it (parallelize_qwen3_5), context parallelism is cp=ContextParallel(group), expert parallelism "
+                "ep_group=group"
             )
 
 

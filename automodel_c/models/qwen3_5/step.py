@@ -33,12 +33,14 @@ class Step:
         positions: int64 [3, T], of this rank's rows as all that layers see.
         padding: bool [T], True where no document is, or None when all rows are real.
         plan: ContextPlan of several ranks, or None.
+        experts_travel: whether other ranks hold some of the experts.
     """
 
     pack: Pack
     positions: torch.Tensor
     padding: torch.Tensor | None
     plan: parallel.ContextPlan | None = None
+    experts_travel: bool = False
 
     def attention(self, q, k, v):
         """Causal attention inside every document, [T, Hq, D]."""
@@ -61,7 +63,8 @@ class Step:
     @property
     def checkpoint_context(self):
         """context_fn for activation checkpointing: over ranks, rows that came in are kept, so that none moves again."""
-        return noop_context_fn if self.plan is None else parallel.checkpoint_context_fn
+        alone = self.plan is None and not self.experts_travel
+        return noop_context_fn if alone else parallel.checkpoint_context_fn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +91,7 @@ class Ahead:
 
 class Batch:
     """A caller's batch, checked. Under `cp`, a ContextParallel, what one rank holds of it; `depths`: how many tokens
-    ahead its embeddings reach.
+    ahead its embeddings reach; `ep`: the ExpertParallel of the model.
 
     Attributes: share, Share; input_ids int64, of its `rows`; labels int64 [T] of its own rows or None, IGNORE in
     padding; labelled_rows int64 [n], those with a label, where there is no plan, the labels came on the host and are
@@ -96,7 +99,7 @@ class Batch:
     are in documents; num_label_tokens, what losses are divided by; step, Step; media, Media.
     """
 
-    def __init__(self, batch, config, device, cp=None, depths=0, needs_labels=False):
+    def __init__(self, batch, config, device, cp=None, depths=0, needs_labels=False, ep=None):
         group = getattr(cp, "group", None)
         with alarms.everywhere(group):
             given = _given(batch)
@@ -125,7 +128,8 @@ class Batch:
         self.real_rows = int(real.sum())
         padding = share.take(torch.from_numpy(~real), True)
         padding = padding.to(device) if padding.any() else None
-        self.step = Step(pack, share.take(self._positions, 0).to(device), padding, plan)
+        travel = getattr(ep, "group", None) is not None
+        self.step = Step(pack, share.take(self._positions, 0).to(device), padding, plan, travel)
         self.input_ids = share.take(torch.from_numpy(host_ids), 0, None if plan is None else share.rows).to(device)
         self.labels = None if self._labels is None else share.take(self._labels, IGNORE)
         self.labelled_rows = few.to(device) if plan is None and few is not None else None
