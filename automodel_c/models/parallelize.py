@@ -1,27 +1,41 @@
 """Shards Qwen3.5 vision-language models over ranks."""
 
+import dataclasses
+
 import torch
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, Shard
 
 from .gates import hold_gates
 from .qwen3_5 import Qwen3_5
+from .qwen3_5.experts import Experts
 from .qwen3_5.step import OnHost
 
 
-def parallelize_qwen3_5(model, mesh, *, mp_policy=None, reshard_after_forward=True, activation_checkpointing=False):
+def parallelize_qwen3_5(
+    model, mesh, *, moe_mesh=None, mp_policy=None, reshard_after_forward=True, activation_checkpointing=False
+):
     """Shards `model` in place over a device mesh with FSDP2, and returns it.
 
     model: qwen3_5.Qwen3_5 or transformers' Qwen3_5(Moe)ForConditionalGeneration on this rank's device, equal on all
-    ranks, frozen where it shall be.
+    ranks but for experts that they share, frozen where it shall be.
     mesh: dimensions "dp" and perhaps "cp". Weights are sharded over both alike, for gradients are parts that sum over
-    both; the model was loaded with the ContextParallel of this rank's "cp" group. mp_policy: FSDP2's
-    MixedPrecisionPolicy, None computes in the masters' dtype.
-    Order: checkpointing, gate parameters (always fp32), vision blocks, vision tower, decoder layers, MTP head, root.
-    NotImplementedError for a mesh with other dimensions of more than one rank (tensor, pipeline and expert parallelism
-    are not done here), and for "cp" with transformers' model. ValueError where the model's cp is of other ranks.
+    both; the model was loaded with the ContextParallel of this rank's "cp" group.
+    moe_mesh: None, or dimensions "ep_shard" and "ep" over the same ranks in the same order, so that "ep" is innermost;
+    the model was loaded with this rank's "ep" group. Weights of experts [E, ..] become DTensors over it, sharded on
+    dim 0 over "ep" and on dim 1 over "ep_shard", where FSDP2 sums their gradients: what comes from the ranks of "ep" is
+    in them already. Where FSDP2 takes means, theirs is over all ranks of `mesh`, as everybody's.
+    mp_policy: FSDP2's MixedPrecisionPolicy, None computes in the masters' dtype.
+    Order: checkpointing, gate parameters (always fp32), experts that ranks share, vision blocks, vision tower, decoder
+    layers, MTP head, root.
+    NotImplementedError for a mesh with other dimensions of more than one rank (tensor and pipeline parallelism are not
+    done here), and for "cp" and "ep" with transformers' model. ValueError where the model's cp or experts are of other
+    ranks, or "ep_shard" does not divide dim 1.
     """
     own = isinstance(model, Qwen3_5)
     _check_dimensions(mesh, model.cp if own else None)
+    _check_experts(model, mesh, moe_mesh)
     if own:
         model.recompute(bool(activation_checkpointing))
     elif activation_checkpointing:
@@ -33,6 +47,8 @@ def parallelize_qwen3_5(model, mesh, *, mp_policy=None, reshard_after_forward=Tr
         for gate in gates:
             fully_shard(gate, **options)
     options["mp_policy"] = mp_policy
+    for experts in _shared_experts(model):
+        _shard_experts(experts, moe_mesh, **options)
     for unit in fsdp_units(model):
         fully_shard(unit, **options)
     if own:
@@ -42,8 +58,27 @@ def parallelize_qwen3_5(model, mesh, *, mp_policy=None, reshard_after_forward=Tr
     return model
 
 
+def _shard_experts(experts, moe_mesh, *, mesh, mp_policy, **options):
+    """Makes an Experts a unit of its own over `moe_mesh`; `mesh` is that of all ranks."""
+    for name, weight in list(experts.named_parameters()):
+        spread = DTensor.from_local(weight.detach(), moe_mesh["ep"], [Shard(0)], run_check=False)
+        setattr(experts, name, nn.Parameter(spread, requires_grad=weight.requires_grad))
+    # its inputs are the layer's own, its outputs statistics too, in float32
+    mp_policy = dataclasses.replace(mp_policy, output_dtype=None, cast_forward_inputs=False)
+    fully_shard(
+        experts, mesh=moe_mesh["ep_shard"], shard_placement_fn=lambda _: Shard(1), mp_policy=mp_policy, **options
+    )
+    experts.set_gradient_divide_factor(float(mesh.size()))
+    # gloo multiplies nothing before it sums; over one rank FSDP2 would divide by a factor twice
+    experts.set_force_sum_reduction_for_comms(moe_mesh["ep_shard"].size() > 1)
+
+
+def _shared_experts(model):
+    return [m for m in model.modules() if isinstance(m, Experts) and m.ep.group is not None]
+
+
 def _check_dimensions(mesh, cp):
-    sizes = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
+    sizes = _sizes(mesh)
     for name, size in sizes.items():
         if size > 1 and name != "dp" and (name != "cp" or cp is None):
             raise NotImplementedError(f"distributed.{name}_size={size} is not supported for this model; only 1 is")
@@ -52,9 +87,40 @@ def _check_dimensions(mesh, cp):
         raise ValueError(f"parallelize_qwen3_5: the model was loaded over {ranks} ranks of cp, the mesh has {sizes}")
 
 
+def _check_experts(model, mesh, moe_mesh):
+    sizes = {} if moe_mesh is None else _sizes(moe_mesh)
+    if moe_mesh is not None and tuple(sizes) != ("ep_shard", "ep"):
+        raise ValueError(f"parallelize_qwen3_5: moe_mesh has dimensions {tuple(sizes)}, ('ep_shard', 'ep') is needed")
+    ep = sizes.get("ep", 1)
+    if not isinstance(model, Qwen3_5):
+        if ep > 1:
+            raise NotImplementedError(f"distributed.ep_size={ep} is not supported for this model; only 1 is")
+        return
+    if ep != model.ep.ranks:
+        raise ValueError(
+            f"parallelize_qwen3_5: the model was loaded over {model.ep.ranks} ranks of ep_group, moe_mesh has {sizes}"
+        )
+    if ep == 1:
+        return
+    ranks, theirs = (m.mesh.flatten().tolist() for m in (mesh, moe_mesh))
+    if ranks != theirs:
+        raise ValueError(f"parallelize_qwen3_5: moe_mesh is over ranks {theirs}, mesh over {ranks}")
+    for experts in _shared_experts(model):
+        for name, weight in experts.named_parameters():
+            if weight.shape[1] % sizes["ep_shard"]:
+                raise ValueError(
+                    f"parallelize_qwen3_5: dim 1 of experts.{name} is {weight.shape[1]}, no multiple of the"
+                    f" {sizes['ep_shard']} ranks of ep_shard"
+                )
+
+
+def _sizes(mesh):
+    return dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
+
+
 def _shard_mesh(mesh):
     """One dimension over all ranks that hold shards."""
-    if dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)).get("cp", 1) == 1:
+    if _sizes(mesh).get("cp", 1) == 1:
         return mesh["dp"]
     return mesh["dp", "cp"]._flatten("dp_shard_cp")
 

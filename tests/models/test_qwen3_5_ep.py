@@ -1,0 +1,199 @@
+"""The model with experts that several gloo ranks share: loss and every gradient are one rank's; files and checkpoints.
+
+The error rule as in test_qwen3_5_cp.
+"""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from automodel_c.models import qwen3_5
+from automodel_c.parallel.experts import expert_range
+from tests.models import cp_worker, packs
+from tests.models import ep_worker as worker
+from tests.models.cp_worker import PACKS
+from tests.models.test_qwen3_5_cp import label_count, one_rank, plain, trained, truth  # noqa: F401
+from tests.numerics import assert_as_good_as, ulp_of
+from tests.patch import models
+from tests.ranks import RanksFailed
+
+CHOSEN = ("mixed", "clips", "tiny", "padding")  # the packs of a global batch
+# (dp, cp), how many of all ranks share experts
+LAYOUTS = {
+    "dp 2, ep 2": ((2, 1), 2),
+    "cp 2, ep 2": ((1, 2), 2),
+    "dp 2 x cp 2, ep 2 x ep_shard 2": ((2, 2), 2),
+    "dp 4, ep 2 x ep_shard 2": ((4, 1), 2),
+    "dp 2 x cp 2, ep 4": ((2, 2), 4),
+}
+layouts = pytest.mark.parametrize("layout", LAYOUTS)
+CASES = [("experts", 0), ("experts", 1), ("frozen", 0)]
+
+
+def ranks_of(layout):
+    (dp, cp), _ = LAYOUTS[layout]
+    return dp * cp
+
+
+@layouts
+def test_loss_and_gradients_are_one_ranks(rank_pools, plain, truth, layout):  # noqa: F811
+    """And so is their norm, the same bits on every rank."""
+    results = rank_pools(ranks_of(layout)).run(worker.steps, CASES, *LAYOUTS[layout], CHOSEN, label_count(CHOSEN))
+    for (name, seed), (found, norm), *others in zip(CASES, *results, strict=True):
+        draws = [trained(name, of(name, seed, *CHOSEN)) for of in (plain, truth)]
+        packs.compare([found], *([draw] for draw in draws), f"{name} {seed}, {layout}")
+        assert all(torch.equal(norm, other) for _, other in others)
+        of_found, naive, exact = (norm_of(draw) for draw in (found, *draws))
+        assert abs(norm.double() - of_found) <= ulp_of(float(of_found), "float32")
+        assert_as_good_as(norm, naive.float(), exact, name=f"norm of {name}")
+
+
+def norm_of(values):
+    squares = [value.double().square().sum() for key, value in values.items() if key != "loss"]
+    return torch.stack(squares).sum().sqrt()
+
+
+@pytest.mark.parametrize("layout", ["dp 2, ep 2", "dp 4, ep 2 x ep_shard 2"])
+def test_means_over_ranks(rank_pools, layout):
+    """Where FSDP2 takes means, an expert's is over all ranks too, though fewer ranks reduce it."""
+    found = rank_pools(ranks_of(layout)).run(worker.means, *LAYOUTS[layout], CHOSEN, label_count(CHOSEN))[0]
+    for key, expected in one_rank("experts", 0, *CHOSEN)[0].items():
+        error = (found[key] - expected).norm() / expected.norm().clamp(min=1e-12)
+        assert error < 1e-4, f"{key}: {error:.2e}"
+
+
+@pytest.mark.parametrize("layout", ["dp 2, ep 2", "cp 2, ep 2"])
+def test_recomputation_and_another_forward_change_no_bit_and_move_no_rows(rank_pools, layout):
+    rank_pools(2).run(worker.bits, *LAYOUTS[layout], "mixed", "clips")
+
+
+@pytest.mark.parametrize("layout", ["dp 2, ep 2", "dp 2 x cp 2, ep 4"])
+def test_experts_without_a_token_and_ranks_with_padding_alone(rank_pools, layout):
+    """Gradients of such experts are 0, to the bit, and no other; the rest are those of the ranks that have tokens."""
+    found = rank_pools(ranks_of(layout)).run(worker.unused, *LAYOUTS[layout])[0]
+    model = cp_worker.build("experts", 0)
+    model.zero_grad(set_to_none=True)
+    model({**PACKS["tiny"], "num_label_tokens": 4})[0].backward()
+    empty = 0
+    for key, p in model.named_parameters():
+        error = (found[key] - p.grad).norm() / p.grad.norm().clamp(min=1e-12)
+        assert error < 1e-4, f"{key}: {error:.2e}"
+        if ".experts." in key:
+            without = [~x.flatten(1).any(1) for x in (p.grad, found[key])]
+            assert torch.equal(*without), key
+            empty += int(without[0].sum())
+    assert empty > 0
+
+
+@pytest.mark.parametrize("kind", ["batch", "layer"])
+def test_a_rank_that_fails_makes_all_raise(rank_pools, kind):
+    with pytest.raises(RanksFailed) as failed:
+        rank_pools(4).run(worker.fails, (2, 2), 2, 3, kind, timeout=40, grace=25)
+    assert sorted(failed.value.reports) == [0, 1, 2, 3]
+    words = "image_grid_thw asks for" if kind == "batch" else "the tower's own"
+    for rank, text in failed.value.reports.items():
+        assert words in text and (rank == 3 or "RankFailure: rank 3" in text)
+
+
+def test_a_bad_batch_is_raised_on_all_that_share_experts(rank_pools):
+    with pytest.raises(RanksFailed) as failed:
+        rank_pools(2).run(worker.fails_alone, 1, timeout=30, grace=20)
+    assert sorted(failed.value.reports) == [0, 1]
+    assert all("image_grid_thw asks for" in text for text in failed.value.reports.values())
+
+
+@pytest.mark.parametrize("style", ["split", "grouped"])
+def test_a_rank_reads_and_writes_its_own_experts(ranks, tmp_path, style):
+    """Every rank reads its experts alone; the ranks write what they read, sharded by FSDP2 or not."""
+    torch.manual_seed(3)
+    mapping = models.config().to_dict()
+    mapping["text_config"]["mtp_num_hidden_layers"] = 1
+    model = qwen3_5.load(mapping)
+    model.save_pretrained(tmp_path / "in", experts=style)
+    whole = worker.experts_of(model)
+    for rank, (experts, seen) in enumerate(ranks.run(worker.read, str(tmp_path / "in"), 2)):
+        mine = slice(*expert_range(4, 2, rank))
+        assert experts.keys() == whole.keys()
+        assert all(torch.equal(part, whole[key][mine]) for key, part in experts.items())
+        shapes = [shape for _, shape in seen]
+        assert sum(torch.Size(shape).numel() for shape in shapes) == sum(p.numel() for p in whole.values()) // 2
+        if style == "split":
+            assert {int(key.split(".experts.")[1].split(".")[0]) for key, _ in seen} == set(range(4)[mine])
+    states = ranks.run(worker.write, str(tmp_path / "in"), str(tmp_path / "out"), 2)
+    assert states[1] == {} and all(torch.equal(states[0][key], p) for key, p in model.state_dict().items())
+    written, given = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "in"))
+    assert written.keys() == given.keys() and all(torch.equal(written[key], given[key]) for key in given)
+
+
+@pytest.mark.parametrize("case", ["missing", "left over", "grouped"])
+def test_other_ranks_experts_are_accounted_for(ranks, tmp_path, case):
+    qwen3_5.load(models.config()).save_pretrained(tmp_path, experts="grouped" if case == "grouped" else "split")
+    tensors, layer = load_file(tmp_path / "model.safetensors"), "model.language_model.layers.0.mlp.experts"
+    if case == "missing":
+        words = f"missing: {layer}.3.up_proj.weight"
+        del tensors[f"{layer}.3.up_proj.weight"]
+    elif case == "left over":
+        words = f"not the model's: {layer}.4.up_proj.weight"
+        tensors[f"{layer}.4.up_proj.weight"] = torch.zeros(16, 32)
+    else:
+        words = f"{layer}.down_proj has shape [3, 32, 16] in model.safetensors, the model needs [4, 32, 16]"
+        tensors[f"{layer}.down_proj"] = tensors[f"{layer}.down_proj"][:3].clone()
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(RanksFailed) as failed:
+        ranks.run(worker.read, str(tmp_path), 2)
+    assert sorted(failed.value.reports) == [0, 1]
+    assert all(words in text for text in failed.value.reports.values())
+
+
+def test_equal_seeds_draw_equal_experts(rank_pools):
+    torch.manual_seed(5)
+    whole, number = worker.experts_of(qwen3_5.load(models.config().to_dict())), torch.rand(())
+    for rank, (experts, after) in enumerate(rank_pools(4).run(worker.drawn, 2)):
+        mine = slice(*expert_range(4, 2, rank % 2))
+        assert all(torch.equal(part, whole[key][mine]) for key, part in experts.items()) and after == number
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's checkpoint code warns of itself when it saves and loads
+def test_a_checkpoint_goes_to_any_number_of_ranks(rank_pools, tmp_path):
+    """From dp 2 with ep 2 to four ranks with ep 2 and 4, and to one: weights and moments are the same bits, and
+    training goes on as it would have."""
+    saved, losses = rank_pools(2).run(worker.save, str(tmp_path), (2, 1), 2)[0]
+    for shape, ep in (((4, 1), 2), ((2, 2), 4), ((1, 1), 1)):
+        found, later = rank_pools(shape[0] * shape[1]).run(worker.resume, str(tmp_path), shape, ep)[0]
+        assert found.keys() == saved.keys()
+        for key, tensors in saved.items():
+            assert all(torch.equal(a, b) for a, b in zip(tensors, found[key], strict=True)), (shape, ep, key)
+        torch.testing.assert_close(torch.stack(later), torch.stack(losses), rtol=1e-5, atol=0)
+
+
+def test_where_weights_lie(rank_pools):
+    experts, rest, shapes = rank_pools(4).run(worker.placements, (2, 2), 2)[0]
+    assert [str(p) for p in experts] == ["(Shard(dim=1), Shard(dim=0))"]
+    assert [str(p) for p in rest] == ["(Shard(dim=0),)"]
+    assert shapes == {(2, 16, 32), (2, 16, 16)}
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "ranks", "ep", "words"),
+    [
+        ("qwen3_5_moe", {"num_experts": 5}, 2, 2, "load: num_experts is 5, no multiple of the 2 ranks of ep_group"),
+        ("qwen3_5", {}, 2, 2, "load: ep_group has 2 ranks, the model has no experts"),
+        ("qwen3_5_moe", {"hidden_size": 33}, 4, 2, "dim 1 of experts.down_proj is 33, no multiple of the 2 ranks"),
+    ],
+)
+def test_models_that_ranks_cannot_share(rank_pools, family, text, ranks, ep, words):
+    mapping = models.config(family).to_dict()
+    mapping["text_config"] |= text
+    mapping["vision_config"]["out_hidden_size"] = mapping["text_config"]["hidden_size"]
+    for message in rank_pools(ranks).run(worker.refused, (ranks, 1), ep, mapping):
+        assert message.startswith("ValueError") and words in message
+
+
+def test_meshes_that_do_not_fit_the_model(ranks):
+    for messages in ranks.run(worker.misfits):
+        assert "loaded over 2 ranks of ep_group, moe_mesh has {}" in messages[0]
+        assert "loaded over 1 ranks of ep_group, moe_mesh has {'ep_shard': 1, 'ep': 2}" in messages[1]
+        assert "moe_mesh has dimensions ('dp', 'cp'), ('ep_shard', 'ep') is needed" in messages[2]
+        assert "moe_mesh is over ranks [1, 0], mesh over [0, 1]" in messages[3]
+        assert messages[4].startswith("NotImplementedError: distributed.ep_size=2 is not supported for this model")
+        assert messages[5].startswith("TypeError: load: ep_group must be a process group or None, not int")
