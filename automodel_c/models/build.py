@@ -66,13 +66,14 @@ def _check_keys(mapping):
             check_known(key, known, f"model.config.{where}")
 
 
-def build_model(section, processor_section, how, processor_how, *, cp=None, frame_sharding=None):
+def build_model(section, processor_section, how, processor_how, *, cp=None, frame_sharding=None, ep_group=None):
     """(model, Processor) for a recipe's `model` and `processor` sections (schema.Model, schema.Processor).
 
     how, processor_how: what their `_target_` means. section.operators: "automodel_c" is our own definition, "patched"
-    transformers' on our operators, "transformers" transformers' as it comes. cp, frame_sharding: as qwen3_5.load takes
-    them, for our own. Weights from configuration are drawn from torch's generator, so ranks that seed alike start
-    alike. The model is on the CPU in fp32: what FSDP2 shards are the masters.
+    transformers' on our operators, "transformers" transformers' as it comes. cp, frame_sharding, ep_group: as
+    qwen3_5.load takes them, for our own. Weights from configuration are drawn from torch's generator, so ranks that
+    seed alike start alike. The model is on the CPU in fp32: what FSDP2 shards are the masters.
+    ValueError where the ranks of ep_group do not divide the experts.
     """
     processor = _processor(section, processor_section, how, processor_how)
     folder = None if how == "from_config" else _directory(section, "model")
@@ -83,11 +84,19 @@ def build_model(section, processor_section, how, processor_how, *, cp=None, fram
         for name in ("text_config", "vision_config"):
             _override(getattr(config, name), getattr(section, name) or {}, f"model.{name}.")
     if section.operators == "automodel_c":
-        return _own(folder, config, cp=cp, frame_sharding=frame_sharding), processor
+        _check_experts(config, ep_group)
+        return _own(folder, config, cp=cp, frame_sharding=frame_sharding, ep_group=ep_group), processor
     model = _transformers(folder, config, section.attn_implementation)
     if section.operators == "patched":
         patch_transformers(model)
     return model, processor
+
+
+def _check_experts(config, ep_group):
+    ranks, experts = 1 if ep_group is None else ep_group.size(), getattr(config.text_config, "num_experts", None)
+    if ranks > 1 and (not experts or experts % ranks):
+        found = f"{experts} experts, no multiple of it" if experts else "no experts"
+        raise ValueError(f"distributed.ep_size={ranks}: the model has {found}")
 
 
 def _own(folder, config, **options):

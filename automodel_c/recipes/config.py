@@ -31,6 +31,7 @@ _LEAST = {
             "checkpoint.max_recent_checkpoints",
             "distributed.dp_size",
             "distributed.cp_size",
+            "distributed.ep_size",
             "lr_scheduler.lr_decay_steps",
             "dataset.limit",
             "validation_dataset.limit",
@@ -239,6 +240,7 @@ def _check_operators(recipe):
     frames = f"{_FRAMES}.enabled"
     ours = {
         f"distributed.cp_size={recipe.distributed.cp_size}": (recipe.distributed.cp_size or 1) > 1,
+        f"distributed.ep_size={recipe.distributed.ep_size}": (recipe.distributed.ep_size or 1) > 1,
         frames: recipe.distributed.multimodal.vision.frame_sharding.enabled,
     }
     packs = {

@@ -14,10 +14,10 @@ def export(recipe, folder):
     """Writes the model of the step folder `recipe.checkpoint.restore_from`, made by a run of `recipe`, to `folder`.
 
     recipe: schema.Recipe. Any number of ranks may have written the checkpoint, any number may read it, whatever the
-    recipe says of dp and cp; rank 0 writes.
+    recipe says of dp, cp and ep; rank 0 writes.
     ValueError when restore_from is no whole checkpoint, or not one of this recipe's model.
     """
-    recipe.distributed.dp_size, recipe.distributed.cp_size = None, 1
+    recipe.distributed.dp_size, recipe.distributed.cp_size, recipe.distributed.ep_size = None, 1, 1
     with start_ranks(recipe) as runtime:
         seed_model(recipe)
         model, processor = build_model(

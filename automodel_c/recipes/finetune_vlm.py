@@ -101,6 +101,7 @@ def build(recipe, runtime):
         resolve("processor", recipe.processor._target_),
         cp=ContextParallel(runtime.mesh.get_group("cp")),
         frame_sharding=frame_sharding(recipe.distributed),
+        ep_group=runtime.ep_group,
     )
     dataset, held_out = _build_data(recipe, processor, runtime)
     model = _shard(recipe, model.to(runtime.device), runtime)
@@ -134,6 +135,7 @@ def describe(run):
     """One line about what is going to be trained."""
     parameters, runtime = sum(p.numel() for p in run.model.parameters()), run.runtime
     shape = "" if runtime.cp_size == 1 else f" (dp {runtime.dp_size} x cp {runtime.cp_size})"
+    shape += "" if runtime.ep_size == 1 else f", experts over {runtime.ep_size}"
     return (
         f"{parameters:,} parameters, {len(run.dataset):,} samples, {run.sampler.steps} steps of"
         f" {run.sampler.microbatches} microbatches on {runtime.world} ranks{shape}"
@@ -157,6 +159,7 @@ def _shard(recipe, model, runtime):
     model = parallelize_qwen3_5(
         model,
         runtime.mesh,
+        moe_mesh=runtime.moe_mesh,
         mp_policy=_mp_policy(recipe),
         reshard_after_forward=section.reshard_after_forward,
         activation_checkpointing=bool(section.activation_checkpointing),

@@ -20,7 +20,8 @@ class UsageError(Exception):
 @dataclass
 class Runtime:
     """Where this process stands. mesh has the dimensions "dp" and "cp": neighbours in "cp" share every microbatch, and
-    what they make of it are parts that add up to it."""
+    what they make of it are parts that add up to it. moe_mesh, None where every rank holds all experts, has the
+    dimensions "ep_shard" and "ep" over the same ranks: neighbours in "ep" share the experts of every layer."""
 
     rank: int
     world: int
@@ -30,6 +31,16 @@ class Runtime:
     dp_size: int
     cp_rank: int
     cp_size: int
+    moe_mesh: DeviceMesh | None = None
+
+    @property
+    def ep_size(self):
+        return 1 if self.moe_mesh is None else self.moe_mesh["ep"].size()
+
+    @property
+    def ep_group(self):
+        """The ranks that share this one's experts, None where it holds all."""
+        return None if self.moe_mesh is None else self.moe_mesh.get_group("ep")
 
     @property
     def is_main(self):
@@ -66,20 +77,27 @@ def start_ranks(recipe):
         with warnings.catch_warnings():
             # transformers' models return views that nobody writes to, which is all that FSDP2 warns about
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
-            yield runtime_over(shape, device)
+            yield runtime_over(shape, device, recipe.distributed.ep_size or 1)
     finally:
         dist.destroy_process_group()
 
 
-def runtime_over(shape, device):
-    """A Runtime of the process group that there is. shape: as of mesh_shape."""
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "cp"))
+def runtime_over(shape, device, ep=1):
+    """A Runtime of the process group that there is. shape: as of mesh_shape. ep: the ranks that share experts, a
+    divisor of all."""
+    mesh, moe_mesh, world = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "cp")), None, shape[0] * shape[1]
+    if ep > 1:
+        moe_mesh = init_device_mesh(device.type, (world // ep, ep), mesh_dim_names=("ep_shard", "ep"))
     dp_rank, cp_rank = mesh.get_coordinate()
-    return Runtime(dist.get_rank(), dist.get_world_size(), device, mesh, dp_rank, shape[0], cp_rank, shape[1])
+    return Runtime(dist.get_rank(), world, device, mesh, dp_rank, shape[0], cp_rank, shape[1], moe_mesh)
 
 
 def mesh_shape(section, world, backend):
-    """(dp, cp) of `world` ranks by a schema.Distributed section. UsageError where they do not multiply to it."""
+    """(dp, cp) of `world` ranks by a schema.Distributed section. UsageError where they do not multiply to it, or where
+    ep_size does not divide it."""
+    ep = section.ep_size or 1
+    if world % ep:
+        raise UsageError(f"distributed.ep_size={ep}, but {world} ranks were started: no multiple of it")
     cp = section.cp_size or 1
     if world % cp:
         raise UsageError(f"distributed.cp_size={cp}, but {world} ranks were started: no multiple of it")
@@ -87,8 +105,9 @@ def mesh_shape(section, world, backend):
     if dp * cp != world:
         over = f" and distributed.cp_size={cp}" if cp > 1 else ""
         raise UsageError(f"distributed.dp_size={dp}{over}, but {world} ranks were started")
-    if cp > 1 and "nccl" in backend:
-        raise UsageError(f"distributed.cp_size={cp} needs dist_env.backend: gloo; {backend} is not supported yet")
+    for key, ranks in (("cp_size", cp), ("ep_size", ep)):
+        if ranks > 1 and "nccl" in backend:
+            raise UsageError(f"distributed.{key}={ranks} needs dist_env.backend: gloo; {backend} is not supported yet")
     return dp, cp
 
 

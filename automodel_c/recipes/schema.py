@@ -163,7 +163,7 @@ class Distributed:
     tp_size: int | None = only(1, None)
     cp_size: int | None = 1  # ranks that share every microbatch; None: 1
     pp_size: int | None = only(1, None)
-    ep_size: int | None = only(1, None)
+    ep_size: int | None = 1  # ranks that share the experts of every layer, of all that were started; None: 1
     sequence_parallel: bool = only(False)
     activation_checkpointing: bool | str = False  # false, true or "full"
     activation_checkpointing_scope: Any = only(None, "all")

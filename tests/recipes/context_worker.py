@@ -21,7 +21,7 @@ def started(recipe, overrides):
     """A Run over all ranks of the group."""
     recipe = load_recipe(recipe, overrides)
     shape = mesh_shape(recipe.distributed, dist.get_world_size(), "gloo")
-    return build(recipe, runtime_over(shape, torch.device("cpu")))
+    return build(recipe, runtime_over(shape, torch.device("cpu"), recipe.distributed.ep_size or 1))
 
 
 def first_weights(recipe, overrides, folder):

@@ -36,6 +36,7 @@ def _refused(capsys, *arguments):
         (["train", DIGITS, "--fast"], "unrecognized arguments: --fast"),
         (["train", DIGITS, "--nproc", "2", "seeed=1"], "unknown key seeed; the nearest known key is seed"),
         (["train", DIGITS, "--nproc", "3", "distributed.cp_size=2"], "cp_size=2, but 3 ranks were started"),
+        (["train", DIGITS, "--nproc", "3", "distributed.ep_size=2"], "ep_size=2, but 3 ranks were started"),
         (["train", DIGITS, "distributed.tp_size=2"], "distributed.tp_size=2 is not supported yet"),
         (["export", DIGITS, "runs"], "required: folder"),
         (["export", DIGITS, "runs", "hf"], "checkpoint.restore_from='runs': expected a folder called step_<n>"),
@@ -134,6 +135,10 @@ def test_main_refused_on_two_ranks(tiny):
         (6, {"cp_size": 3, "dp_size": 2}, "gloo", (2, 3)),
         (4, {"cp_size": 2, "dp_size": 4}, "gloo", "dp_size=4 and distributed.cp_size=2, but 4 ranks were started"),
         (3, {"cp_size": 2}, "gloo", "distributed.cp_size=2, but 3 ranks were started: no multiple of it"),
+        (4, {"cp_size": 2, "ep_size": 4}, "gloo", (2, 2)),
+        (6, {"ep_size": None}, "nccl", (6, 1)),
+        (6, {"cp_size": 2, "ep_size": 4}, "gloo", "distributed.ep_size=4, but 6 ranks were started: no multiple of it"),
+        (2, {"ep_size": 2}, "nccl", "distributed.ep_size=2 needs dist_env.backend: gloo; nccl is not supported yet"),
         (4, {"cp_size": 4}, "nccl", "distributed.cp_size=4 needs dist_env.backend: gloo; nccl is not supported yet"),
     ],
 )

@@ -105,6 +105,11 @@ def test_load_recipe_unknown_override(recipe):
         ({"processor": {"video_processor": {"_target_": "list"}}}, "video_processor._target_: unknown name 'list'"),
         ({"dataset": {"_target_": "make_digit_dataset"}}, "the nearest known one is 'make_digits_dataset'"),
         ({"distributed": {"cp_size": 0}}, "distributed.cp_size: expected at least 1, found 0"),
+        ({"distributed": {"ep_size": 0}}, "distributed.ep_size: expected at least 1, found 0"),
+        (
+            {"distributed": {"ep_size": 2}, "model": {"operators": "patched"}},
+            "^distributed.ep_size=2 needs model.operators: automodel_c$",
+        ),
         ({"distributed": {"dp_size": 0}}, "distributed.dp_size: expected at least 1, found 0"),
         (
             {"distributed": {"cp_size": 2}, "model": {"operators": "patched"}},
@@ -173,7 +178,6 @@ def test_load_recipe_bad_file(tmp_path, text, message):
     [
         ("distributed.tp_size", "2"),
         ("distributed.pp_size", "4"),
-        ("distributed.ep_size", "8"),
         ("distributed.strategy", "megatron_fsdp"),
         ("distributed.sequence_parallel", "true"),
         ("distributed.activation_checkpointing", "selective"),
