@@ -6,6 +6,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from automodel_c.models import qwen3_5
 from automodel_c.models.export import full_state_dict
@@ -14,7 +15,7 @@ from automodel_c.models.parallelize import parallelize_qwen3_5
 from automodel_c.models.qwen3_5 import checkpoint as files
 from automodel_c.models.qwen3_5.experts import Experts
 from automodel_c.optim import FusedAdamW, clip_grad_norm_
-from automodel_c.parallel import ContextParallel, faults, wire
+from automodel_c.parallel import ContextParallel, faults, set_grad_reduction, wire
 from automodel_c.recipes.checkpoint import load_checkpoint, save_checkpoint
 from automodel_c.recipes.parts import install_reduction
 from automodel_c.recipes.runtime import runtime_over
@@ -75,6 +76,25 @@ def steps(cases, shape, ep, chosen, count):
         install_reduction(model, where.device)
         loss = backward(model, chosen, where, count)
         found.append((whole(model, loss), clip_grad_norm_(model.parameters(), float("inf"))))
+    return found
+
+
+def in_bf16(seeds, shape, ep, chosen, count):
+    """`whole` of each seed where bf16 computes over fp32 masters; gradients are held until the last microbatch."""
+    where, found = runtime(shape, ep), []
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for seed in seeds:
+        model = sharded("experts", seed, shape, ep, mp_policy=policy)
+        install_reduction(model, where.device)
+        total, mine = torch.zeros(()), chosen[where.dp_rank :: where.dp_size]
+        for pack in mine:
+            set_grad_reduction(model, pack == mine[-1])
+            loss, _ = model({**PACKS[pack], "num_label_tokens": count})
+            loss.backward()
+            total += loss.detach()
+        dist.all_reduce(total)
+        assert all(p.dtype == p.grad.dtype == torch.float32 for p in model.parameters())
+        found.append(whole(model, total))
     return found
 
 

@@ -62,6 +62,14 @@ def test_means_over_ranks(rank_pools, layout):
         assert error < 1e-4, f"{key}: {error:.2e}"
 
 
+def test_bf16_over_fp32_masters(ranks):
+    """As near to one rank's float32 as ranks that hold every expert; gradients are held until the last microbatch."""
+    seeds, count = range(5), label_count(CHOSEN)
+    found, naive = (ranks.run(worker.in_bf16, seeds, (2, 1), ep, CHOSEN, count)[0] for ep in (2, 1))
+    exact = [{k: x.double() for k, x in one_rank("experts", seed, *CHOSEN)[0].items()} for seed in seeds]
+    packs.compare(found, naive, exact, "bf16")
+
+
 @pytest.mark.parametrize("layout", ["dp 2, ep 2", "cp 2, ep 2"])
 def test_recomputation_and_another_forward_change_no_bit_and_move_no_rows(rank_pools, layout):
     rank_pools(2).run(worker.bits, *LAYOUTS[layout], "mixed", "clips")
@@ -85,23 +93,6 @@ def test_experts_without_a_token_and_ranks_with_padding_alone(rank_pools, layout
     assert empty > 0
 
 
-@pytest.mark.parametrize("kind", ["batch", "layer"])
-def test_a_rank_that_fails_makes_all_raise(rank_pools, kind):
-    with pytest.raises(RanksFailed) as failed:
-        rank_pools(4).run(worker.fails, (2, 2), 2, 3, kind, timeout=40, grace=25)
-    assert sorted(failed.value.reports) == [0, 1, 2, 3]
-    words = "image_grid_thw asks for" if kind == "batch" else "the tower's own"
-    for rank, text in failed.value.reports.items():
-        assert words in text and (rank == 3 or "RankFailure: rank 3" in text)
-
-
-def test_a_bad_batch_is_raised_on_all_that_share_experts(rank_pools):
-    with pytest.raises(RanksFailed) as failed:
-        rank_pools(2).run(worker.fails_alone, 1, timeout=30, grace=20)
-    assert sorted(failed.value.reports) == [0, 1]
-    assert all("image_grid_thw asks for" in text for text in failed.value.reports.values())
-
-
 @pytest.mark.parametrize("style", ["split", "grouped"])
 def test_a_rank_reads_and_writes_its_own_experts(ranks, tmp_path, style):
     """Every rank reads its experts alone; the ranks write what they read, sharded by FSDP2 or not."""
@@ -123,26 +114,6 @@ def test_a_rank_reads_and_writes_its_own_experts(ranks, tmp_path, style):
     assert states[1] == {} and all(torch.equal(states[0][key], p) for key, p in model.state_dict().items())
     written, given = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "in"))
     assert written.keys() == given.keys() and all(torch.equal(written[key], given[key]) for key in given)
-
-
-@pytest.mark.parametrize("case", ["missing", "left over", "grouped"])
-def test_other_ranks_experts_are_accounted_for(ranks, tmp_path, case):
-    qwen3_5.load(models.config()).save_pretrained(tmp_path, experts="grouped" if case == "grouped" else "split")
-    tensors, layer = load_file(tmp_path / "model.safetensors"), "model.language_model.layers.0.mlp.experts"
-    if case == "missing":
-        words = f"missing: {layer}.3.up_proj.weight"
-        del tensors[f"{layer}.3.up_proj.weight"]
-    elif case == "left over":
-        words = f"not the model's: {layer}.4.up_proj.weight"
-        tensors[f"{layer}.4.up_proj.weight"] = torch.zeros(16, 32)
-    else:
-        words = f"{layer}.down_proj has shape [3, 32, 16] in model.safetensors, the model needs [4, 32, 16]"
-        tensors[f"{layer}.down_proj"] = tensors[f"{layer}.down_proj"][:3].clone()
-    save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(RanksFailed) as failed:
-        ranks.run(worker.read, str(tmp_path), 2)
-    assert sorted(failed.value.reports) == [0, 1]
-    assert all(words in text for text in failed.value.reports.values())
 
 
 def test_equal_seeds_draw_equal_experts(rank_pools):
@@ -197,3 +168,40 @@ def test_meshes_that_do_not_fit_the_model(ranks):
         assert "moe_mesh is over ranks [1, 0], mesh over [0, 1]" in messages[3]
         assert messages[4].startswith("NotImplementedError: distributed.ep_size=2 is not supported for this model")
         assert messages[5].startswith("TypeError: load: ep_group must be a process group or None, not int")
+
+
+@pytest.mark.parametrize("case", ["missing", "left over", "grouped"])
+def test_other_ranks_experts_are_accounted_for(ranks, tmp_path, case):
+    qwen3_5.load(models.config()).save_pretrained(tmp_path, experts="grouped" if case == "grouped" else "split")
+    tensors, layer = load_file(tmp_path / "model.safetensors"), "model.language_model.layers.0.mlp.experts"
+    if case == "missing":
+        words = f"missing: {layer}.3.up_proj.weight"
+        del tensors[f"{layer}.3.up_proj.weight"]
+    elif case == "left over":
+        words = f"not the model's: {layer}.4.up_proj.weight"
+        tensors[f"{layer}.4.up_proj.weight"] = torch.zeros(16, 32)
+    else:
+        words = f"{layer}.down_proj has shape [3, 32, 16] in model.safetensors, the model needs [4, 32, 16]"
+        tensors[f"{layer}.down_proj"] = tensors[f"{layer}.down_proj"][:3].clone()
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(RanksFailed) as failed:
+        ranks.run(worker.read, str(tmp_path), 2)
+    assert sorted(failed.value.reports) == [0, 1]
+    assert all(words in text for text in failed.value.reports.values())
+
+
+@pytest.mark.parametrize("kind", ["batch", "layer"])
+def test_a_rank_that_fails_makes_all_raise(rank_pools, kind):
+    with pytest.raises(RanksFailed) as failed:
+        rank_pools(4).run(worker.fails, (2, 2), 2, 3, kind, timeout=40, grace=25)
+    assert sorted(failed.value.reports) == [0, 1, 2, 3]
+    words = "image_grid_thw asks for" if kind == "batch" else "the tower's own"
+    for rank, text in failed.value.reports.items():
+        assert words in text and (rank == 3 or "RankFailure: rank 3" in text)
+
+
+def test_a_bad_batch_is_raised_on_all_that_share_experts(rank_pools):
+    with pytest.raises(RanksFailed) as failed:
+        rank_pools(2).run(worker.fails_alone, 1, timeout=30, grace=20)
+    assert sorted(failed.value.reports) == [0, 1]
+    assert all("image_grid_thw asks for" in text for text in failed.value.reports.values())
