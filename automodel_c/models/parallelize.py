@@ -110,7 +110,7 @@ def _check_experts(model, mesh, moe_mesh):
             if weight.shape[1] % sizes["ep_shard"]:
                 raise ValueError(
                     f"parallelize_qwen3_5: dim 1 of experts.{name} is {weight.shape[1]}, no multiple of the"
-                    f" {sizes['ep_shard']} ranks of ep_shard"
+                    f" {sizes['ep_shard']} ranks of ep_shard (all ranks over distributed.ep_size)"
                 )
 
 
