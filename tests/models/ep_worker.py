@@ -68,11 +68,11 @@ def whole(model, loss):
     return found if dist.get_rank() == 0 else None
 
 
-def steps(cases, shape, ep, chosen, count):
-    """Of every (model, seed): (`whole` of one global batch, its norm), activations made again in backward."""
+def steps(seeds, shape, ep, chosen, count):
+    """Of every seed: (`whole` of one global batch, its norm), activations made again in backward."""
     where, found = runtime(shape, ep), []
-    for name, seed in cases:
-        model = sharded(name, seed, shape, ep, checkpointing=True)
+    for seed in seeds:
+        model = sharded("experts", seed, shape, ep, checkpointing=True)
         install_reduction(model, where.device)
         loss = backward(model, chosen, where, count)
         found.append((whole(model, loss), clip_grad_norm_(model.parameters(), float("inf"))))
@@ -98,9 +98,9 @@ def in_bf16(seeds, shape, ep, chosen, count):
     return found
 
 
-def means(shape, ep, chosen, count):
+def means(name, shape, ep, chosen, count):
     """`whole` as FSDP2 reduces by itself: it takes means over ranks, for which the loss is scaled up."""
-    where, model = runtime(shape, ep), sharded("experts", 0, shape, ep)
+    where, model = runtime(shape, ep), sharded(name, 0, shape, ep)
     return whole(model, backward(model, chosen, where, count, scale=where.world))
 
 
@@ -140,17 +140,17 @@ def unused(shape, ep):
     return whole(model, loss.detach())
 
 
-def fails(shape, ep, rank, kind):
-    """One rank fails in a step."""
+def fails(shape, ep, rank):
+    """One rank fails in a layer, where some of the others wait for its tokens, and the rest for its weights."""
     model = sharded("experts", 0, shape, ep)
-    batch = dict(PACKS["clips"])
-    if dist.get_rank() == rank and kind == "batch":
-        batch["image_grid_thw"] = batch["image_grid_thw"][:-1]
-    elif dist.get_rank() == rank:
-        layer = model.model.language_model.layers[2].mlp
-        layer.shared_expert.register_forward_pre_hook(lambda *_: cp_worker._raise())
+    if dist.get_rank() == rank:
+        model.model.language_model.layers[2].mlp.shared_expert.register_forward_pre_hook(_raise)
     with faults.guard():
-        model(batch)[0].backward()
+        model(PACKS["clips"])[0].backward()
+
+
+def _raise(*_):
+    raise KeyError("the layer's own")
 
 
 def fails_alone(rank):

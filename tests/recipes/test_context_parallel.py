@@ -60,7 +60,6 @@ LAYOUTS = {
     "dp 2 x cp 2": (4, 2, [(2, 1, STEPS)]),
     "cp 2, then dp 2, then cp 2": (2, 1, [(2, 1, 1), (1, 1, 3), (2, 1, STEPS)]),
     "cp 2 with ep 2": (2, 2, [(2, 2, STEPS)]),
-    "dp 2 x cp 2 with ep 2": (4, 1, [(2, 2, STEPS)]),
     "dp 2 with ep 2, then cp 2, then cp 2 with ep 2": (2, 1, [(1, 2, 1), (2, 1, 3), (2, 2, STEPS)]),
 }
 
