@@ -52,9 +52,10 @@ asan: venv ## tests/core and tests/ops with AddressSanitizer and UBSan, built ap
 tsan: venv ## the thread pool under ThreadSanitizer
 	AM_POOL_ROUNDS=5000 $(PY) -m pytest -q tests/core/test_pool.py
 
-fuzz: build ## random arguments for ten minutes, and long hypothesis runs
+fuzz: build ## random arguments and random packs for ten minutes each, and long hypothesis runs
 	HYPOTHESIS_PROFILE=long $(PY) -m pytest -q tests/ops tests/fuzz
 	$(PY) -m tests.fuzz.fuzz_args --seconds 600
+	$(PY) -m tests.fuzz.fuzz_plan --seconds 600
 
 leaks: build ## every entry point a hundred thousand times, memory and references watched
 	AM_LEAK_ROUNDS=100000 $(PY) -m pytest -q tests/leaks
