@@ -9,13 +9,13 @@ from pathlib import Path
 TARGET = Path(__file__).parents[1] / "csrc/cuda/common/wgmma_sm90.cuh"
 # N, and what A and B are: in registers, in shared memory with the depth contiguous, there with M or N contiguous
 SHAPES = [(64, "ss"), (80, "ss"), (128, "ss"), (176, "ss"), (64, "rs"), (128, "rs"), (256, "rs")]
-DTYPES = {"bf16": [*SHAPES, (256, "ss"), (256, "st"), (256, "tt")], "f16": SHAPES}
+DTYPES = {"bf16": [*SHAPES, (64, "rk"), (64, "st"), (256, "ss"), (256, "st"), (256, "tt")], "f16": SHAPES}
 
 HEAD = """/* wgmma_sm90.cuh -- written by tools/gen_wgmma.py; change that.
  *
  * d[N / 2] = (keep ? d : 0) + A B, m64 nN k16, float32 sums. `ss`: A and B from shared memory, both K-major. `rs`: A
  * from registers, B from shared memory with N contiguous (the transposed operand). `st`, `tt`: from shared memory, B or
- * both transposed. a and b are matrix descriptors.
+ * both transposed. `rk`: A from registers, B K-major. a and b are matrix descriptors.
  */
 #ifndef WGMMA_SM90_CUH
 #define WGMMA_SM90_CUH
@@ -42,13 +42,13 @@ def wrapper(n, kind, dtype):
     """One function."""
     count = n // 2
     places = lines_of([f"%{i}" for i in range(count)], 16)
-    if kind != "rs":
+    if kind[0] != "r":
         a_type, a_place, a_inputs = "uint64_t a", f"%{count}", ['"l"(a)']
         transposed = ", ".join("1" if operand == "t" else "0" for operand in kind)
     else:
         a_type = "const uint32_t (&a)[4]"
         a_place = "{" + ", ".join(f"%{count + i}" for i in range(4)) + "}"
-        a_inputs, transposed = [f'"r"(a[{i}])' for i in range(4)], "1"
+        a_inputs, transposed = [f'"r"(a[{i}])' for i in range(4)], "1" if kind == "rs" else "0"
     b = count + len(a_inputs)
     sums = lines_of([f'"+f"(d[{i}])' for i in range(count)], 8)
     inputs = ", ".join([*a_inputs, '"l"(b)', '"r"(static_cast<int>(keep))'])

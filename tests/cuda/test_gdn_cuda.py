@@ -308,6 +308,115 @@ def test_rows_of_the_table(backward):
         assert _amcore.gated_delta_rule_row(q, k, v, [0, 6], backward=backward) == "simple"
 
 
+# The Hopper row: dims of 128, bf16. Where states come in, the largest dg of a document is a sum of 16,384 products of
+# bfloat16 numbers and few others are as large, so that each case is drawn several times.
+
+
+def hopper(tokens, docs, heads=(2, 8), gates=None, **options):
+    inputs = draw(tokens, docs, heads, (128, 128), BF16, **options)
+    if gates is not None:
+        inputs[3] = gates(tokens, heads[1])
+    q, k, v = cuda(inputs[:3])
+    for backward in (False, True):
+        assert _amcore.gated_delta_rule_row(q, k, v, [0, tokens], backward=backward) == "d128 bf16 sm90"
+    return inputs
+
+
+@pytest.mark.sm90
+@DISTRIBUTIONS
+@pytest.mark.parametrize("state", [True, False], ids=["state", "no-state"])
+@pytest.mark.parametrize("lengths", [[64], [200, 1, 71], [0, 3, 128, 0, 65, 63]], ids=str)
+def test_hopper_error_rule(seed, lengths, state, gates):
+    cu = offsets(lengths)
+    inputs, *more = [hopper(cu[-1], len(lengths), gates=gates, state=state) for _ in range(6)]
+    check(inputs, docs_of(cu), more=more, cu_seqlens=cu)
+
+
+@pytest.mark.sm90
+@pytest.mark.parametrize("heads", [(1, 1), (1, 3), (3, 3), (1, 9)], ids=str)
+def test_hopper_groups(seed, heads):
+    cu = offsets([70, 5])
+    inputs, *more = [hopper(75, 2, heads) for _ in range(12)]
+    check(inputs, docs_of(cu), more=more, cu_seqlens=cu)
+
+
+@pytest.mark.sm90
+@pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
+def test_hopper_gates(seed, gate):
+    inputs, *more = [
+        hopper(130, 1, (1, 2), lambda t, h: gate(torch.arange(t)).float()[:, None].expand(t, h)) for _ in range(6)
+    ]
+    made = check(inputs, [(0, 130)], more=more)
+    assert all(x.isfinite().all() for x in made)
+
+
+@pytest.mark.sm90
+@pytest.mark.parametrize("formula", [{"scale": -0.7}, {"scale": 0.0}, {"qk_l2norm": False}], ids=str)
+def test_hopper_scale_and_norm(seed, formula):
+    draws = [hopper(130, 1, (1, 2)) for _ in range(4)]
+    for inputs in draws if "qk_l2norm" in formula else ():
+        inputs[:2] = [0.08 * x for x in inputs[:2]]
+    check(draws[0], [(0, 130)], more=draws[1:], formula=formula)
+
+
+@pytest.mark.sm90
+def test_hopper_equal_keys(seed):
+    """One key all over, and beta 1: no inverse is larger."""
+    draws = [hopper(200, 1, (1, 2)) for _ in range(4)]
+    for inputs in draws:
+        inputs[1] = inputs[1][:1].expand(200, 1, 128).contiguous()
+        inputs[3], inputs[4] = torch.zeros(200, 2), torch.ones(200, 2, dtype=BF16)
+    check(draws[0], [(0, 200)], more=draws[1:])
+
+
+@pytest.mark.sm90
+def test_hopper_is_the_plain_row_on_long_documents(seed):
+    """Beyond what the recurrence is told in: kept states, and documents that begin anywhere."""
+    cu = offsets([7, 2300, 0, 1, 1500])
+    inputs = cuda(hopper(cu[-1], 5))
+    wide = [x.float() if x.dtype == BF16 else x for x in inputs]
+    for name, x, y in zip(NAMES, ours(inputs, cu_seqlens=cu), ours(wide, cu_seqlens=cu), strict=True):
+        assert (x.float() - y).norm() < 0.01 * y.norm(), name
+
+
+@pytest.mark.sm90
+@settings(max_examples=10)
+@given(docs=packed_docs(400, 5), state=st.booleans())
+def test_hopper_document_alone_is_document_in_a_pack(docs, state):
+    """To the bit, with neighbours and padding that hold NaN."""
+    torch.manual_seed(docs.tokens)
+    inputs = cuda(hopper(max(docs.tokens, 1), len(docs.lengths), state=state))
+    ends = docs_of(np.array(docs.cu_seqlens))
+    inputs = [x if x is None or i in (5, 7) else x[: docs.tokens] for i, x in enumerate(inputs)]
+    packed = ours(inputs, cu_seqlens=docs.cu_seqlens)
+    for n, (start, end) in enumerate(ends):
+        mine = list(inputs)
+        for i in (0, 1, 2, 3, 4, 6):
+            mine[i] = torch.full_like(inputs[i], math.nan)
+            mine[i][start:end] = inputs[i][start:end]
+        ids = torch.zeros(docs.tokens, dtype=torch.int64)
+        ids[start:end] = 1
+        if start == end:
+            continue
+        alone = ours([x[n : n + 1] if i in (5, 7) and x is not None else x for i, x in enumerate(mine)], doc_ids=ids)
+        expected = states_and_rows(packed, slice(n, n + 1), slice(start, end))
+        assert same_bits(states_and_rows(alone, slice(None), slice(start, end)), expected)
+        assert not any(x[:start].any() or x[end:].any() for i, x in enumerate(alone) if i not in (1, 7))
+
+
+@pytest.mark.sm90
+def test_hopper_strides(seed):
+    """Slices on whole words are the same to the bit; slices off them take the plain kernels."""
+    cu = [0, 50, 51, 120]
+    inputs = cuda(hopper(120, 3))
+    mixed = torch.cat([x.flatten(1) for x in inputs[:3]], 1).split([256, 256, 1024], 1)
+    strided = [x.unflatten(1, (-1, 128)) for x in mixed]
+    assert same_bits(ours(inputs, cu_seqlens=cu), ours([*strided, *inputs[3:]], cu_seqlens=cu))
+    odd = [x.new_empty(*x.shape[:2], 129)[..., 1:].copy_(x) for x in inputs[:3]]
+    for backward in (False, True):
+        assert _amcore.gated_delta_rule_row(*odd, [0, 120], backward=backward) == "simple"
+
+
 def test_dims_without_a_row_are_refused():
     inputs = cuda(draw(6, dims=(264, 16)))
     with pytest.raises(NotImplementedError, match="multiples of 8 up to 256"):

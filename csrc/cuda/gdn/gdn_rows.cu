@@ -12,10 +12,12 @@ bool always(const am_gdn_args *) { return true; }
 size_t nothing(const am_gdn_args *) { return 0; }
 
 const GdnRow forward_rows[] = {
+    {"d128 bf16 sm90", gdn_forward_fits_sm90, gdn_forward_sm90, gdn_forward_sm90_scratch},
     {"simple", always, gdn_forward_simple, nothing},
 };
 
 const GdnRow backward_rows[] = {
+    {"d128 bf16 sm90", gdn_backward_fits_sm90, gdn_backward_sm90, gdn_backward_sm90_scratch},
     {"simple", always, gdn_backward_simple, gdn_backward_simple_scratch},
 };
 

@@ -19,6 +19,14 @@ gdn::Call gdn_call(const am_gdn_args *a);
 /* Zeros in the tokens outside every document: o, or all gradients. */
 am_status gdn_fill_gaps(const am_gdn_args *a, bool backward, cudaStream_t stream);
 
+bool gdn_forward_fits_sm90(const am_gdn_args *a);
+am_status gdn_forward_sm90(const am_gdn_args *a, cudaStream_t stream);
+size_t gdn_forward_sm90_scratch(const am_gdn_args *a);
+
+bool gdn_backward_fits_sm90(const am_gdn_args *a);
+am_status gdn_backward_sm90(const am_gdn_args *a, cudaStream_t stream);
+size_t gdn_backward_sm90_scratch(const am_gdn_args *a);
+
 am_status gdn_forward_simple(const am_gdn_args *a, cudaStream_t stream);
 am_status gdn_backward_simple(const am_gdn_args *a, cudaStream_t stream);
 size_t gdn_backward_simple_scratch(const am_gdn_args *a);
