@@ -53,8 +53,8 @@ template <class T> struct KeySmem {
     float4 p[2][T::kRows / 8][128]; /* P: four of a thread's sums at a time */
     float lse[T::kStages][T::kRows], delta[T::kStages][T::kRows];
     uint64_t kv_full, kv_empty;                             /* 1 and the bytes; a warp each and the rows' */
-    uint64_t q_full[T::kStages], q_empty[T::kStages];       /* 1, the bytes and lse; a warp each */
-    uint64_t dout_full[T::kStages], dout_empty[T::kStages]; /* 1 and the bytes, after delta; a warp each */
+    uint64_t q_full[T::kStages], q_empty[T::kStages];       /* 1, the bytes and lse; a warp each of all kCtas */
+    uint64_t dout_full[T::kStages], dout_empty[T::kStages]; /* 1 and the bytes, after delta; a warp each of all kCtas */
     uint64_t p_full[2], p_empty[2];                         /* a warp of one warpgroup each */
     uint64_t place_full, place_empty;                       /* the second block's, and the first block's */
     uint32_t place;

@@ -28,8 +28,8 @@ template <int kStages> struct Ring {
     }
 };
 
-/* The next place in the list of work. Taken when a tile's last copies are due, not before: a block that has a long tile
- * must not hold another one. */
+/* The next place in the list of work, of which the launch took the first `started`. Taken when a tile's last
+ * copies are due, not before: a block that has a long tile must not hold another one. */
 __device__ __forceinline__ uint32_t next_place(int64_t *next, uint32_t started = gridDim.x)
 {
     return started + static_cast<uint32_t>(atomicAdd(reinterpret_cast<unsigned long long *>(next), 1ull));

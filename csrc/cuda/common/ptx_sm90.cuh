@@ -1,5 +1,5 @@
 /* ptx_sm90.cuh -- one wrapper an instruction, named after it; Hopper's (sm_90a). No policy, no loops but
- * mbarrier_wait's. Addresses of shared memory are the 32-bit ones of `smem_address`.
+ * those that wait for a barrier. Addresses of shared memory are the 32-bit ones of `smem_address`.
  */
 #ifndef PTX_SM90_CUH
 #define PTX_SM90_CUH

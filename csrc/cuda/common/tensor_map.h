@@ -7,8 +7,8 @@
 #include <cuda.h>
 
 /* A 16-bit [tokens, heads, dim] tensor in boxes of box_tokens x box_heads x 64 elements, laid out token by token in
- * rows of 128 bytes with the 128-byte swizzle; rows beyond the tensor read as 0. The tensor's address and strides are
- * multiples of 16 bytes. */
+ * rows of 128 bytes with the 128-byte swizzle; what is beyond the tensor, a row or a head's columns, reads as 0. The
+ * tensor's address and strides are multiples of 16 bytes. */
 static inline am_status tensor_map_of(CUtensorMap *map, const am_tensor *t, uint32_t box_tokens, uint32_t box_heads)
 {
     typedef CUresult (*encode_fn)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
