@@ -21,7 +21,7 @@ The plain kernels run in float32 without tensor cores: 0.01 of a peer.
 Head dim 72, frames of the vision tower, not causal: 128 columns in shared memory and in P V, of which the copy engine
 fills 56 with zeros, 80 in scores. 144 of 208 columns count forward, 360 of 704 backward; predicted 380 and 280 TFLOP/s,
 found 306 (frames of 1,024 tokens) to 360 (256 to 4,096) and 158 to 185. cuDNN, which takes equal frames alone, makes
-335 and 236: the backward pass is not what it can be.
+335 and 235: the backward pass is not what it can be.
 
 The backward pass on Hopper, predicted at 0.84 of FA3 on 8K (seven products where FA3 has five, each at 0.7 of the
 rate); the same bits every time, which FA3's are not. TFLOP/s at head dim 256 on 8K, 32K, and the hundred documents:
@@ -32,7 +32,8 @@ rate); the same bits every time, which FA3's are not. TFLOP/s at head dim 256 on
   dk and dv by three stages of 48 rows, not two of 64    416, 429, 290: the copies' latency was not what it waits for
   two key tiles in a cluster, rows sent to both at once  348, 362, 237: a tile waited for the other's stores too; 480,
                                                          448, 320 with arrivals that order none, 483, 444, 337 without
-                                                         pairs in the same run; 447 for 426 on 128K: kept there
+                                                         pairs in the same run; 447 for 426 on 128K: kept where
+                                                         many rows see a key (`pairs_pay`)
 dq runs at 790 TFLOP/s on 8K, dk and dv at 525 to 550: that pass is the one to change.
 """
 

@@ -315,8 +315,8 @@ def plain_twin():
 
 
 def tune_less(keep=6):
-    """fla tries 25 configurations of its norms for each number of tokens; a spread of them costs it a few per cent of
-    these small kernels and leaves time for the steps. The chunk kernels try all of theirs."""
+    """fla tries 25 configurations of its norms for each number of tokens; a spread of `keep` leaves time for the steps,
+    and may miss the best of these small kernels. The chunk kernels try all of theirs."""
     from triton.runtime.autotuner import Autotuner
 
     for name in ("fla.modules.norm.l2norm", "fla.modules.norm.fused_norm_gate", "fla.modules.norm.layernorm_gated"):
