@@ -49,8 +49,8 @@ def moe(
 
     Raises:
         ValueError: shapes that disagree, a strided last axis, another device, a `top_k` out of range, both returns.
-        TypeError: another dtype, an `ep_group` that is none. NotImplementedError: more than 1,024 experts on CUDA, or
-            CUDA in a build without. RuntimeError: a second derivative.
+        TypeError: another dtype, an `ep_group` that is no process group. NotImplementedError: more than 1,024 experts
+            on CUDA, or CUDA in a build without. RuntimeError: a second derivative.
 
     For backward the logits, choices and gate_up's products are kept, in hidden's dtype: T (E + 2 k I) numbers. The
     products are not made again, because that costs a third of the forward and activation checkpointing, which would

@@ -60,7 +60,7 @@ def load(
     Raises:
         ValueError: no model directory, a configuration that makes no model, a shape that disagrees, experts in two
             key styles, a number of experts that the ranks of `ep_group` do not divide. TypeError: another dtype, an
-            `ep_group` that is none. RuntimeError: keys that are missing or not the model's, all named.
+            `ep_group` that is no process group. RuntimeError: keys that are missing or not the model's, all named.
             NotImplementedError: other kinds of parallelism over more ranks than one, or a part that this definition
             does not have.
     """
@@ -165,6 +165,7 @@ class Qwen3_5(nn.Module):
     def logits(self, batch, rows=None):
         """Logits [n, V] of the tokens `rows` (int [n], any sequence; None is all T) of a batch, whose labels may be
         missing. Under context parallelism every rank gives the same rows of the whole pack and gets all their logits.
+        Ranks that share experts call it alike, each with its own tokens.
         Under FSDP2 register it: `register_fsdp_forward_method(model, "logits")`."""
         with alarms.everywhere(self.ep.group):
             batch = self._batch(batch)
