@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from automodel_c import partition
 from automodel_c.models import qwen3_5
 from automodel_c.models.parallelize import parallelize_qwen3_5
 from automodel_c.optim import FusedAdamW
@@ -67,9 +68,10 @@ def one_rank():
 
 
 @FAMILIES
-def test_sharded_and_made_again(tmp_path, family, one_rank, recwarn):
+def test_sharded_and_made_again(tmp_path, family, one_rank, recwarn, monkeypatch):
     """FSDP2 on one rank: the plain model's loss but for bf16 weights, float32 gradients, and no batch that was moved
     before its plan was made, of which `Pack` would warn."""
+    monkeypatch.setattr(partition, "_warned", [])  # it warns once
     packs.checkpoint(tmp_path, family)
     batch = packs.pack(packs.PACKS["mixed"])
     plain, sharded = (qwen3_5.load(tmp_path, device="cuda") for _ in range(2))
