@@ -41,8 +41,8 @@ def row_of(q, k, docs, *, causal=True, backward=False):
 
 SHAPES = [
     (16, (2, 2), False), (16, (5, 1), True), (32, (4, 2), True), (64, (6, 2), False), (64, (2, 2), True),
-    (72, (2, 2), False), (80, (3, 1), True), (128, (2, 1), True), (256, (2, 1), True), (256, (16, 1), True),
-    (256, (32, 2), True), (256, (4, 4), False),
+    (72, (2, 2), False), (72, (16, 1), True), (80, (3, 1), True), (80, (4, 2), True), (128, (2, 1), True),
+    (256, (2, 1), True), (256, (16, 1), True), (256, (32, 2), True), (256, (4, 4), False),
 ]  # fmt: skip
 
 
@@ -54,7 +54,7 @@ def test_attention_error_rule(seed, dtype, dim, heads, causal):
 
 
 @DTYPES
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 72, 128, 256])
 @pytest.mark.parametrize("tokens", [1, 31, 32, 33, 63, 64, 65, 79, 80, 81, 127, 128, 129, 160, 161, 175, 176, 177])
 def test_tile_edges(seed, dtype, dim, tokens):
     inputs, *more = [draw(tokens, (16, 1), dim, dtype) for _ in range(2)]
@@ -62,7 +62,7 @@ def test_tile_edges(seed, dtype, dim, tokens):
 
 
 @DTYPES
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 80, 128, 256])
 @pytest.mark.parametrize("group", [1, 2, 4, 8, 16, 32, 64, 128])
 def test_groups(seed, dtype, dim, group):
     cu = offsets([90, 133, 1])
@@ -233,7 +233,7 @@ def test_document_alone_is_document_in_a_pack(dtype, docs, heads, causal):
 
 
 @DTYPES
-@pytest.mark.parametrize(("heads", "dim"), [((4, 2), 64), ((8, 2), 128), ((32, 2), 256), ((3, 1), 256)])
+@pytest.mark.parametrize(("heads", "dim"), [((4, 2), 64), ((4, 4), 72), ((8, 2), 128), ((32, 2), 256), ((3, 1), 256)])
 def test_neighbours_are_irrelevant(seed, dtype, heads, dim):
     cu = offsets([40, 210, 33])
     inputs = on_cuda(draw(cu[-1], heads, dim, dtype))
@@ -261,7 +261,7 @@ def test_padding_may_hold_anything(dtype, ids, heads):
 
 
 @DTYPES
-@pytest.mark.parametrize(("heads", "dim"), [((2, 1), 64), ((8, 2), 128), ((32, 2), 256), ((3, 1), 256)])
+@pytest.mark.parametrize(("heads", "dim"), [((2, 1), 64), ((4, 2), 80), ((8, 2), 128), ((32, 2), 256), ((3, 1), 256)])
 def test_repeats_to_the_bit_whatever_is_asked(seed, dtype, heads, dim):
     cu = offsets([650, 2350])
     inputs = on_cuda(draw(3000, heads, dim, dtype))
@@ -406,3 +406,7 @@ def test_pairs_of_key_tiles_give_the_bits_of_single_ones(seed, plain_memory, cau
     packed = ours(*inputs, cu_seqlens=offsets(lengths), causal=causal)
     alone = ours(*(x[: long + 1] for x in inputs), causal=causal)
     assert same_bits(alone, [x[: long + 1] for x in packed])
+    for x in inputs:
+        x[long + 1 :] = math.nan  # keys that a pair's second tile lies on, behind the document
+    padded = ours(*inputs, cu_seqlens=[0, long + 1], causal=causal)
+    assert same_bits(alone, [x[: long + 1] for x in padded])
