@@ -365,7 +365,7 @@ def main():
     parser.add_argument("--tiny", action="store_true", help="small sizes on the CPU")
     parser.add_argument("--only", nargs="+", help="variants whose name and shape hold one of these")
     parser.add_argument("--seconds", type=float, default=5.0, help="of steps a variant")
-    parser.add_argument("--json", help="write here; a whole green run goes to benchmarks/results/h200 by itself")
+    parser.add_argument("--json", help="write here; a full run goes to benchmarks/results/h200 until a row fails")
     parser.add_argument("--commit", default="", help="what was measured, where there is no git")
     options = parser.parse_args()
     device = torch.device("cpu" if options.tiny else "cuda")
