@@ -31,7 +31,7 @@ def parallelize_qwen3_5(
     layers, MTP head, root.
     NotImplementedError for a mesh with other dimensions of more than one rank (tensor and pipeline parallelism are not
     done here), and for "cp" and "ep" with transformers' model. ValueError where the model's cp or experts are of other
-    ranks, or "ep_shard" does not divide dim 1.
+    ranks, `moe_mesh` has other dimensions or another order of ranks than said, or "ep_shard" does not divide dim 1.
     """
     own = isinstance(model, Qwen3_5)
     _check_dimensions(mesh, model.cp if own else None)

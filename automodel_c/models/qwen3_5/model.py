@@ -206,7 +206,8 @@ class Qwen3_5(nn.Module):
                 part.recompute = value
 
     def save_pretrained(self, folder, *, experts=None):
-        """Writes safetensors and config.json as transformers reads them. See `checkpoint.save`."""
+        """Writes safetensors and config.json as transformers reads them; where ranks share the experts, all call it.
+        See `checkpoint.save`."""
         save(self, folder, experts=experts)
 
 
