@@ -377,17 +377,18 @@ def main():
         tune_less()
     gate(options.tiny, device)
     rows, whole = [], True
-    path = options.json or (None if options.only or options.tiny else JSON)
     for name, shape, make, how, lengths, head, environment in variants(options):
         if options.only and not any(word in f"{name} {shape}" for word in options.only):
             continue
         rows.append(row(options, mesh, device, name, shape, make, how, lengths, head, environment))
         whole = whole and "error" not in rows[-1]
-        if device.type == "cuda" and path and (options.json or whole):  # after each: a run may be cut off
-            write_gpu_rows(path, rows, options.commit, PACKAGES)
+        if device.type == "cuda" and options.json:  # after each: a run may be cut off
+            write_gpu_rows(options.json, rows, options.commit, PACKAGES)
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
+    if whole and not (options.json or options.only or options.tiny):
+        write_gpu_rows(JSON, rows, options.commit, PACKAGES)
     dist.destroy_process_group()
     sys.exit(0 if whole else 1)
 

@@ -183,8 +183,10 @@ def save(model, folder, *, experts=None, shard_bytes=5 * 10**9, state=None, extr
     loaded = getattr(model, "expert_layouts", {})
     layouts = {part: experts or loaded.get(part, "split") for part in _PARTS}
     group = model.ep.group if state is None else None
-    state = dict(whole_experts(model)) if state is None else state
-    if group is None or model.ep.rank == 0:
+    writes = group is None or model.ep.rank == 0
+    if state is None:
+        state = {name: tensor for name, tensor in whole_experts(model) if writes}
+    if writes:
         with written_beside(folder) as beside:
             _write_shards(_published(state, layouts), beside, shard_bytes)
             (beside / "config.json").write_text(json.dumps(_config(model), indent=2) + "\n")
