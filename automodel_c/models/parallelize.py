@@ -3,6 +3,7 @@
 import dataclasses
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
@@ -85,6 +86,8 @@ def _check_dimensions(mesh, cp):
     ranks = 1 if cp is None else cp.ranks
     if ranks != sizes.get("cp", 1):
         raise ValueError(f"parallelize_qwen3_5: the model was loaded over {ranks} ranks of cp, the mesh has {sizes}")
+    if ranks > 1:
+        _check_group("cp", cp.group, mesh["cp"])
 
 
 def _check_experts(model, mesh, moe_mesh):
@@ -105,6 +108,7 @@ def _check_experts(model, mesh, moe_mesh):
     ranks, theirs = (m.mesh.flatten().tolist() for m in (mesh, moe_mesh))
     if ranks != theirs:
         raise ValueError(f"parallelize_qwen3_5: moe_mesh is over ranks {theirs}, mesh over {ranks}")
+    _check_group("ep", model.ep.group, moe_mesh["ep"])
     for experts in _shared_experts(model):
         for name, weight in experts.named_parameters():
             if weight.shape[1] % sizes["ep_shard"]:
@@ -114,7 +118,16 @@ def _check_experts(model, mesh, moe_mesh):
                 )
 
 
+def _check_group(name, group, mesh):
+    """That the model's group is this rank's row of the mesh: elsewhere its part of the weights would be another's."""
+    ours, theirs = dist.get_process_group_ranks(group), mesh.mesh.tolist()
+    if ours != theirs:
+        raise ValueError(f"parallelize_qwen3_5: {name} of the mesh has ranks {theirs}, the model's group has {ours}")
+
+
 def _sizes(mesh):
+    if mesh.mesh_dim_names is None:
+        raise ValueError(f"parallelize_qwen3_5: the dimensions of {mesh} have no names: mesh_dim_names is missing")
     return dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
 
 

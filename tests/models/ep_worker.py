@@ -290,6 +290,7 @@ def misfits():
     where, mapping = runtime((2, 1), 2), models.config().to_dict()
     shared, alone = (qwen3_5.load(mapping, ep_group=group) for group in (where.ep_group, None))
     turned = DeviceMesh("cpu", [[1, 0]], mesh_dim_names=("ep_shard", "ep"))
+    nameless = DeviceMesh("cpu", [[0, 1]])
     calls = [
         lambda: _over(shared, where, None),
         lambda: _over(alone, where, where.moe_mesh),
@@ -297,8 +298,19 @@ def misfits():
         lambda: _over(shared, where, turned),
         lambda: _over(models.build(), where, where.moe_mesh),
         lambda: qwen3_5.load(mapping, ep_group=2),
+        lambda: _over(shared, where, nameless),
     ]
     return [_said(call) for call in calls]
+
+
+def other_neighbours():
+    """The messages where the ranks of a model's ep, and of its cp, are as many as the mesh's, but others."""
+    pairs = [dist.new_group(pair) for pair in ([0, 2], [1, 3])]
+    group, where = pairs[dist.get_rank() % 2], runtime((2, 2), 2)
+    mapping = models.config().to_dict()
+    of_ep = qwen3_5.load(mapping, ep_group=group, cp=ContextParallel(where.mesh.get_group("cp")))
+    of_cp = qwen3_5.load(mapping, ep_group=where.ep_group, cp=ContextParallel(group))
+    return [_said(lambda model=model: _over(model, where, where.moe_mesh)) for model in (of_ep, of_cp)]
 
 
 def _over(model, where, moe_mesh):

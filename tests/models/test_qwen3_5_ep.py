@@ -169,6 +169,16 @@ def test_meshes_that_do_not_fit_the_model(ranks):
         assert "moe_mesh is over ranks [1, 0], mesh over [0, 1]" in messages[3]
         assert messages[4].startswith("NotImplementedError: distributed.ep_size=2 is not supported for this model")
         assert messages[5].startswith("TypeError: load: ep_group must be a process group or None, not int")
+        assert messages[6].startswith("ValueError") and "mesh_dim_names is missing" in messages[6]
+
+
+def test_a_model_over_other_ranks_than_its_mesh(rank_pools):
+    for rank, messages in enumerate(rank_pools(4).run(worker.other_neighbours)):
+        row, group = ([0, 1], [2, 3])[rank // 2], ([0, 2], [1, 3])[rank % 2]
+        for name, message in zip(("ep", "cp"), messages, strict=True):
+            assert message == (
+                f"ValueError: parallelize_qwen3_5: {name} of the mesh has ranks {row}, the model's group has {group}"
+            )
 
 
 @pytest.mark.parametrize("case", ["missing", "left over", "grouped"])
