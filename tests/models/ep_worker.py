@@ -222,6 +222,18 @@ def write(source, folder, ep):
     return full_state_dict(model)
 
 
+def does_not_write(source, folder, ep):
+    """What a model says that cannot write to `folder`, and sharded by FSDP2; and whether its ranks can go on."""
+    where = runtime((dist.get_world_size(), 1), ep)
+    model = qwen3_5.load(source, ep_group=where.ep_group)
+    said = [_said(lambda: model.save_pretrained(folder))]
+    parallelize_qwen3_5(model, where.mesh, moe_mesh=where.moe_mesh)
+    said.append(_said(lambda: model.save_pretrained(folder)))
+    ranks = torch.ones(())
+    dist.all_reduce(ranks, group=where.ep_group)
+    return said, ranks
+
+
 def drawn(ep):
     """This rank's experts of a model with random weights, and the random number after it."""
     torch.manual_seed(5)

@@ -117,6 +117,17 @@ def test_a_rank_reads_and_writes_its_own_experts(ranks, tmp_path, style):
     assert written.keys() == given.keys() and all(torch.equal(written[key], given[key]) for key in given)
 
 
+def test_ranks_that_cannot_write_all_say_so(ranks, tmp_path):
+    """Only the first one writes; the others do not wait for what does not come."""
+    qwen3_5.load(models.config()).save_pretrained(tmp_path / "in")
+    (tmp_path / "file").touch()
+    found = ranks.run(worker.does_not_write, str(tmp_path / "in"), str(tmp_path / "file" / "out"), 2, timeout=30)
+    for rank, (said, count) in enumerate(found):
+        assert said[0].startswith("RankFailure: rank 0 failed: NotADirectoryError" if rank else "NotADirectoryError")
+        assert said[1].startswith("ValueError: save: the weights are shards") and "export_hf" in said[1]
+        assert count == 2
+
+
 def test_equal_seeds_draw_equal_experts(rank_pools):
     torch.manual_seed(5)
     whole, number = worker.experts_of(qwen3_5.load(models.config().to_dict())), torch.rand(())

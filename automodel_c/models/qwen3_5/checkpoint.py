@@ -18,6 +18,9 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
+
+from automodel_c.parallel import faults
 
 from ..gates import published_name
 from .experts import whole_experts
@@ -176,24 +179,46 @@ def save(model, folder, *, experts=None, shard_bytes=5 * 10**9, state=None, extr
     model's own are parts of them. extra(folder): writes what else belongs there. Written beside and renamed: `folder`
     is whole or as it was.
 
-    Where ranks share the experts and no state is given, all ranks of one such group call it, and its first one writes.
+    Where ranks share the experts and no state is given, all ranks of one such group call it, and its first one writes;
+    what it raises is a `RankFailure` on the others, and the group stays usable. ValueError for weights that FSDP2
+    shards and no state: `models.export.export_hf` gathers them.
     """
     if experts not in (None, *LAYOUTS):
         raise ValueError(f"save: experts is {experts!r}, one of {', '.join(LAYOUTS)} is needed")
+    if state is None and any(isinstance(p, DTensor) for p in model.parameters()):
+        raise ValueError(
+            "save: the weights are shards of several ranks; models.export.export_hf gathers and writes them"
+        )
     loaded = getattr(model, "expert_layouts", {})
     layouts = {part: experts or loaded.get(part, "split") for part in _PARTS}
     group = model.ep.group if state is None else None
-    writes = group is None or model.ep.rank == 0
+    first = group is None or model.ep.rank == 0
     if state is None:
-        state = {name: tensor for name, tensor in whole_experts(model) if writes}
-    if writes:
-        with written_beside(folder) as beside:
-            _write_shards(_published(state, layouts), beside, shard_bytes)
-            (beside / "config.json").write_text(json.dumps(_config(model), indent=2) + "\n")
-            if extra is not None:
-                extra(beside)
+        state = {name: tensor for name, tensor in whole_experts(model) if first}
+    with _first_alone(group):
+        if first:
+            with written_beside(folder) as beside:
+                _write_shards(_published(state, layouts), beside, shard_bytes)
+                (beside / "config.json").write_text(json.dumps(_config(model), indent=2) + "\n")
+                if extra is not None:
+                    extra(beside)
+
+
+@contextlib.contextmanager
+def _first_alone(group):
+    """Around what the first rank of a group does while the others wait; what it raises is raised on all."""
+    error = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
     if group is not None:
-        dist.barrier(group)
+        told = [error and f"{type(error).__name__}: {error}"]
+        dist.broadcast_object_list(told, group=group, group_src=0)
+        if told[0] and not error:
+            raise faults.RankFailure(dist.get_global_rank(group, 0), told[0])
+    if error is not None:
+        raise error
 
 
 @contextlib.contextmanager
