@@ -27,7 +27,8 @@ def parallelize_qwen3_5(
     the model was loaded with this rank's "ep" group. Weights of experts [E, ..] become DTensors over it, sharded on
     dim 0 over "ep" and on dim 1 over "ep_shard", where FSDP2 sums their gradients: what comes from the ranks of "ep" is
     in them already. Where FSDP2 takes means, theirs is over all ranks of `mesh`, as everybody's.
-    mp_policy: FSDP2's MixedPrecisionPolicy, None computes in the masters' dtype.
+    mp_policy: FSDP2's MixedPrecisionPolicy, None computes in the masters' dtype. Its output_dtype is that of the
+    model's outputs alone.
     Order: checkpointing, gate parameters (always fp32), experts that ranks share, vision blocks, vision tower, decoder
     layers, MTP head, root.
     NotImplementedError for a mesh with other dimensions of more than one rank (tensor and pipeline parallelism are not
@@ -47,11 +48,12 @@ def parallelize_qwen3_5(
     if mp_policy.param_dtype not in (None, torch.float32):
         for gate in gates:
             fully_shard(gate, **options)
-    options["mp_policy"] = mp_policy
+    # between units layers decide about dtypes, and statistics stay float32
+    options["mp_policy"] = dataclasses.replace(mp_policy, output_dtype=None)
     for experts in _shared_experts(model):
         _shard_experts(experts, moe_mesh, **options)
     for unit in fsdp_units(model):
-        fully_shard(unit, **options)
+        fully_shard(unit, **options | ({"mp_policy": mp_policy} if unit is model else {}))
     if own:
         register_fsdp_forward_method(model, "logits")
         logits = model.logits
@@ -64,8 +66,8 @@ def _shard_experts(experts, moe_mesh, *, mesh, mp_policy, **options):
     for name, weight in list(experts.named_parameters()):
         spread = DTensor.from_local(weight.detach(), moe_mesh["ep"], [Shard(0)], run_check=False)
         setattr(experts, name, nn.Parameter(spread, requires_grad=weight.requires_grad))
-    # its inputs are the layer's own, its outputs statistics too, in float32
-    mp_policy = dataclasses.replace(mp_policy, output_dtype=None, cast_forward_inputs=False)
+    # its inputs are the layer's own
+    mp_policy = dataclasses.replace(mp_policy, cast_forward_inputs=False)
     fully_shard(
         experts, mesh=moe_mesh["ep_shard"], shard_placement_fn=lambda _: Shard(1), mp_policy=mp_policy, **options
     )

@@ -98,6 +98,18 @@ def in_bf16(seeds, shape, ep, chosen, count):
     return found
 
 
+def outputs(shape, ep):
+    """{output_dtype: (loss, auxiliary loss, a router's gradient here)} where bf16 computes."""
+    found = {}
+    for dtype in (None, torch.float32, torch.bfloat16):
+        model = sharded("experts", 0, shape, ep, mp_policy=MixedPrecisionPolicy(torch.bfloat16, output_dtype=dtype))
+        loss, metrics = model(PACKS["mixed"])
+        loss.backward()
+        router = model.model.language_model.layers[0].mlp.gate.weight
+        found[dtype] = loss.detach(), metrics["aux_loss"], router.grad.to_local()
+    return found
+
+
 def means(name, shape, ep, chosen, count):
     """`whole` as FSDP2 reduces by itself: it takes means over ranks, for which the loss is scaled up."""
     where, model = runtime(shape, ep), sharded(name, 0, shape, ep)

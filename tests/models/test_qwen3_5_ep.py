@@ -71,6 +71,16 @@ def test_bf16_over_fp32_masters(ranks):
     packs.compare(found, naive, exact, "bf16")
 
 
+@pytest.mark.parametrize("ep", [1, 2])
+def test_an_output_dtype_is_that_of_the_outputs_alone(ranks, ep):
+    for found in ranks.run(worker.outputs, (2, 1), ep):
+        without = found.pop(None)
+        assert all(x.dtype == torch.float32 for x in without)
+        for dtype, (loss, aux, grad) in found.items():
+            assert torch.equal(loss, without[0].to(dtype)) and torch.equal(aux, without[1].to(dtype))
+            assert torch.equal(grad, without[2])
+
+
 @pytest.mark.parametrize("layout", ["dp 2, ep 2", "cp 2, ep 2"])
 def test_recomputation_and_another_forward_change_no_bit_and_move_no_rows(rank_pools, layout):
     rank_pools(2).run(worker.bits, *LAYOUTS[layout], "mixed", "clips")
