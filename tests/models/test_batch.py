@@ -82,6 +82,20 @@ def test_a_batch_is_a_dict(model):
         model(torch.zeros(3))
 
 
+def test_hooks_read_the_batch_and_may_give_another(model):
+    batch, other = (packs.pack([packs.document(n, seed=n)]) for n in (9, 5))
+    seen = []
+
+    def hook(_, args):
+        seen.append({**args[0]})
+        return ({**other},)
+
+    with model.register_forward_pre_hook(hook):
+        loss = model(batch)[0]
+    assert list(seen[0]) == list(batch) and seen[0]["input_ids"] is batch["input_ids"]
+    assert torch.equal(loss, model(other)[0])
+
+
 def test_image_tokens_in_padding_take_no_pixels(model):
     document = packs.document(10, ("image", 6, 8), 18, seed=1)
     padded = packs.pack([document], padding=4)

@@ -4,6 +4,7 @@ Letters: T tokens, P rows of pixel_values, m the merge size.
 """
 
 import dataclasses
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -146,10 +147,20 @@ class Batch:
 
 
 @dataclasses.dataclass
-class OnHost:
-    """A batch that FSDP2's root does not look into: it would move all of it to the device, and plans are made here."""
+class OnHost(Mapping):
+    """A batch that FSDP2's root does not look into: it would move all of it to the device, and plans are made here.
+    Hooks read it as they would the dict."""
 
     batch: dict
+
+    def __getitem__(self, key):
+        return self.batch[key]
+
+    def __iter__(self):
+        return iter(self.batch)
+
+    def __len__(self):
+        return len(self.batch)
 
 
 def _given(batch):
