@@ -130,7 +130,8 @@ class Qwen3_5(nn.Module):
         the whole batch's on every rank.
 
         ValueError and TypeError name the key, and both numbers where counts disagree. What is raised on one rank is
-        raised on all that share a pack or experts with it.
+        raised on all that share a pack or experts with it; where they also wait in FSDP2's own collectives, only
+        `parallel.faults.guard` can tell them.
         """
         with alarms.everywhere(self.ep.group):
             return self._losses(self._batch(batch, labels=True))
