@@ -45,7 +45,7 @@ def parallelize_qwen3_5(
     gates = hold_gates(model)
     mp_policy = mp_policy or MixedPrecisionPolicy()
     options = {"mesh": _shard_mesh(mesh), "reshard_after_forward": reshard_after_forward}
-    if mp_policy.param_dtype not in (None, torch.float32):
+    if {mp_policy.param_dtype, *(p.dtype for p in model.parameters())} - {None, torch.float32}:
         for gate in gates:
             fully_shard(gate, **options)
     # between units layers decide about dtypes, and statistics stay float32

@@ -98,6 +98,20 @@ def in_bf16(seeds, shape, ep, chosen, count):
     return found
 
 
+def of_bf16_weights(shape, ep):
+    """[(loss, gradients of this rank)] of a model whose weights are bf16, but for the gates': plain, and sharded."""
+    where, found = runtime(shape, ep), []
+    for shard in (False, True):
+        model = build("experts", 0, shape, ep, dtype=torch.bfloat16)
+        if shard:
+            parallelize_qwen3_5(model, where.mesh, moe_mesh=where.moe_mesh)
+        loss, _ = model(PACKS["mixed"])
+        loss.backward()
+        grads = {published_name(k): getattr(p.grad, "_local_tensor", p.grad) for k, p in model.named_parameters()}
+        found.append((loss.detach(), grads))
+    return found
+
+
 def outputs(shape, ep):
     """{output_dtype: (loss, auxiliary loss, a router's gradient here)} where bf16 computes."""
     found = {}

@@ -71,6 +71,15 @@ def test_bf16_over_fp32_masters(ranks):
     packs.compare(found, naive, exact, "bf16")
 
 
+@pytest.mark.parametrize(("ranks", "ep"), [(1, 1), (2, 1), (2, 2)])
+def test_bf16_weights_and_float32_gates(rank_pools, ranks, ep):
+    for (loss, grads), (sharded, theirs) in rank_pools(ranks).run(worker.of_bf16_weights, (ranks, 1), ep):
+        assert torch.equal(sharded, loss)
+        assert {key: x.dtype for key, x in theirs.items()} == {key: x.dtype for key, x in grads.items()}
+        assert {x.dtype for x in theirs.values()} == {torch.float32, torch.bfloat16}
+        assert ranks > 1 or all(torch.equal(theirs[key], x) for key, x in grads.items())
+
+
 @pytest.mark.parametrize("ep", [1, 2])
 def test_an_output_dtype_is_that_of_the_outputs_alone(ranks, ep):
     for found in ranks.run(worker.outputs, (2, 1), ep):
