@@ -50,7 +50,9 @@ def load(
         ep_group: None, or the process group (gloo) whose ranks share the experts of every layer: rank r of R holds
             experts [r E / R, (r + 1) E / R), and reads only them. The ranks call the model alike, each with its own
             tokens (of packs of its own, or its part of one that `cp` shares); an expert's gradient is that of all
-            their losses. What is no expert is whole on every rank.
+            their losses. What is no expert is whole on every rank, and its gradient this rank's alone. Clipping and
+            torch's checkpoints take a plain tensor for the same on all ranks: `parallelize_qwen3_5` makes experts
+            DTensors.
         config: with a directory, a configuration that takes the place of its config.json.
         **parallel: None or one rank.
 
