@@ -2,11 +2,14 @@
 given back exactly once."""
 
 import contextlib
+import ctypes
 import gc
 import sys
+import threading
 
 import numpy as np
 import pytest
+import torch
 
 from automodel_c import _amcore
 from tests.core.producers import CPU, INT, Producer, exchange_type
@@ -44,6 +47,61 @@ def test_read(versioned, fields, expected):
     producer = Producer(versioned=versioned, **fields)
     assert read(producer) == expected
     assert producer.deleted == int(fields.get("deleter", True))
+
+
+@KINDS
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"shape": (2, 3)}, [[1, 2, 3], [4, 5, 6]]),
+        ({"shape": (2, 3), "version": (1, 2)}, [[1, 2, 3], [4, 5, 6]]),
+        ({"shape": (2, 2), "byte_offset": 8}, [[3, 4], [5, 6]]),
+        ({"shape": (1, 5), "strides": (999, 1)}, [[1, 2, 3, 4, 5]]),
+        ({"shape": (1, 5), "strides": (-7, 1)}, [[1, 2, 3, 4, 5]]),
+        ({"shape": (3, 1), "strides": (2, 999)}, [[1], [3], [5]]),
+        ({"shape": (0, 3), "strides": (-1, 999), "data": None}, []),
+    ],
+    ids=str,
+)
+def test_read_of_two_axes(versioned, fields, expected):
+    """Strides that are NULL mean compact; those of axes of one element, and of empty tensors, mean nothing."""
+    producer = Producer([1, 2, 3, 4, 5, 6], numpy_dtype=np.float32, versioned=versioned, **fields)
+    out, rows = torch.full(fields["shape"], torch.nan), fields["shape"][0]
+    _amcore.exchange_copy(out, producer, [0, 0, rows], reverse=False, runs=False)
+    assert out.tolist() == expected and producer.deleted == 1
+
+
+@KINDS
+@pytest.mark.parametrize("strides", [None, 8], ids=["null", "wild"])
+def test_shape_and_strides_of_no_axes_are_not_looked_at(versioned, strides):
+    class Number(Producer):
+        def fill(self, tensor):
+            super().fill(tensor)
+            nowhere = ctypes.cast(8, ctypes.POINTER(ctypes.c_int64))
+            tensor.ndim, tensor.shape, tensor.strides = 0, nowhere, nowhere if strides else None
+
+    producer = Number([3], numpy_dtype=np.float32, versioned=versioned)
+    total = torch.zeros(1, dtype=torch.float64)
+    _amcore.grad_sumsq(total, torch.zeros(1024, dtype=torch.float64), [producer])
+    assert total == 9 and producer.deleted == 1
+
+
+@KINDS
+def test_tensors_are_given_back_from_any_thread(versioned):
+    """Their deleters are Python functions here: they need the GIL, and the producer's own thread is another."""
+    producers = [Producer(np.ones(5000), numpy_dtype=np.float32, versioned=versioned) for _ in range(4)]
+    totals = [torch.zeros(1, dtype=torch.float64) for _ in producers]
+
+    def work(total):
+        for _ in range(50):
+            _amcore.grad_sumsq(total, torch.zeros(1024, dtype=torch.float64), producers)
+
+    workers = [threading.Thread(target=work, args=(total,)) for total in totals]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert totals == [20_000] * 4 and [p.deleted for p in producers] == [200] * 4
 
 
 def test_minor_versions_are_read():
