@@ -92,6 +92,7 @@ CASES = {
     "D6, one clip": (3, [[7, 2, 4]], "object", {}),
     "fewer frames than ranks": (3, [[1, 2, 2], [1, 4, 4]], "object", {}),
     "one frame": (2, [[1, 2, 2]], "object", {}),
+    "two images on four ranks": (4, [[1, 2, 2], [1, 4, 4]], "tuple", {}),
     "D12, floor 24": (4, [[8, 2, 2]], "tensor", {"min_local_patch_rows": 24}),
     "floor, mixed": (2, GRID, "tuple", {"min_local_patch_rows": 100}),
     "alpha": (2, GRID, "tensor", {"cost_alpha": 50}),
@@ -131,15 +132,17 @@ def _whole(case):
         group = None
     elif case == "no media":
         media = (None, None)
+    elif case == "no pixels":
+        media = (None, torch.tensor(GRID))
     elif case == "small":
         config |= {"min_tokens": 10_000, "min_frames": 1_000}
     shard_vision(tower, *media, group, config)
     return tower.calls
 
 
-@pytest.mark.parametrize("case", ["disabled", "no group", "no media", "small"])
+@pytest.mark.parametrize("case", ["disabled", "no group", "no media", "no pixels", "small"])
 def test_plain_calls(ranks, case):
-    whole = None if case == "no media" else (len(pixels()), GRID)
+    whole = None if case in ("no media", "no pixels") else (len(pixels()), GRID)
     assert ranks.run(_whole, case) == [[whole], [whole]]
 
 
@@ -160,6 +163,8 @@ def _fails(what):
     tower, config = Tower("tensor", short=1 if what == "short tower" else None), dict(ON)
     if what == "no media on one" and rank == 1:
         media = [None, None]
+    elif what == "no grid" and rank == 0:
+        media[1] = None
     elif what == "other grid" and rank == 1:
         media[1] = media[1].flip(0)
     elif what == "lost rows" and rank == 1:
@@ -175,6 +180,7 @@ def _fails(what):
     "what, words",
     [
         ("no media on one", "ranks 0 and 1 of the group hold different media"),
+        ("no grid", "ranks 0 and 1 of the group hold different media"),
         ("other grid", "ranks 0 and 1 of the group hold different media"),
         ("lost rows", "rank 1: pixel_values has 48 rows, grid_thw asks for 52"),
         ("odd side", "rank 0: grid_thw has (1, 3, 4): sides must be positive multiples of 2"),
