@@ -94,6 +94,13 @@ def test_both_key_styles_of_experts(tmp_path, decoder, mtp):
     assert load_file(tmp_path / "c" / "model.safetensors").keys() == before
 
 
+def test_no_such_key_style(tmp_path):
+    model = with_mtp(tmp_path / "a")
+    with pytest.raises(ValueError, match=r"save: experts is 'per-expert', one of .* is needed"):
+        model.save_pretrained(tmp_path / "b", experts="per-expert")
+    assert not (tmp_path / "b").exists()
+
+
 @pytest.mark.parametrize("prefix", ["model.language_model.layers.1", "mtp.layers.0"])
 def test_mixed_key_styles(tmp_path, prefix):
     with_mtp(tmp_path, experts="grouped")
