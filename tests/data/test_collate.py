@@ -53,6 +53,24 @@ def test_collate_without_padding(processor):
     assert collate([_sample(processor, "a")] * 2, processor)["attention_mask"] is None
 
 
+def test_padding_is_told_by_lengths_never_by_ids(processor):
+    """A token of the text that is the padding's stays a token, with its label."""
+    samples = [_sample(processor, "a"), _sample(processor, "bc", ())]
+    for sample in samples:
+        sample["input_ids"][-2:] = sample["labels"][-2:] = processor.pad_token_id
+    lengths = [len(sample["input_ids"]) for sample in samples]
+    assert lengths[0] > lengths[1]
+    for given in (samples, [build_pack([sample]) for sample in samples]):
+        batch = collate(given, processor, **({"max_length": 60} if "doc_ids" in given[0] else {}))
+        assert (batch["attention_mask"] > 0).sum(1).tolist() == lengths
+        for row, n in enumerate(lengths):
+            assert (batch["labels"][row, n - 2 : n] == processor.pad_token_id).all()
+            assert (batch["labels"][row, n:] == -100).all()
+    batch = collate_packed(samples, processor, max_length=60)
+    assert batch["cu_seqlens"].tolist() == [0, lengths[0], sum(lengths)]
+    assert (batch["labels"][: lengths[0]] != -100).sum() == (samples[0]["labels"] != -100).sum()
+
+
 def test_collate_without_media(processor):
     batch = collate([_sample(processor, "a", ())], processor)
     assert len(batch["input_ids"]) == 2 and (batch["labels"][1] == -100).all()

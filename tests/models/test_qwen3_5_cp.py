@@ -243,9 +243,10 @@ def test_a_rank_that_does_otherwise_is_named_by_every_rank(rank_pools, world, od
             assert named == odd or (rank == odd and case == "tower"), (case, rank, text)
 
 
-def test_a_mesh_with_data_parallelism(rank_pools, truth, plain):
-    """dp 2 x cp 2 under FSDP2: gradients are those of one rank that has both packs."""
-    chosen, name = ("mixed", "clips"), "experts"
+@pytest.mark.parametrize("chosen", [("mixed", "clips"), ("text", "clips")], ids="-".join)
+def test_a_mesh_with_data_parallelism(rank_pools, truth, plain, chosen):
+    """dp 2 x cp 2 under FSDP2: gradients are those of one rank that has both packs, one without media among them."""
+    name = "experts"
     results = rank_pools(4).run(worker.on_mesh, name, chosen, label_count(chosen), timeout=120)
     found = {**results[0], "loss": torch.stack([of_rank["loss"] for of_rank in results]).sum()}
     packs.compare([found], [plain(name, 0, *chosen)], [truth(name, 0, *chosen)], "dp 2 x cp 2")
