@@ -205,6 +205,10 @@ def test_gradients_of_gates_and_betas(seed, isa, tokens, dims):
     check(inputs, [(0, tokens)], more=more)
 
 
+def test_gradients_of_gates_and_betas_over_many_chunks(seed):
+    check(draw(1024, heads=(1, 1), dims=(64, 64), state=False), [(0, 1024)])
+
+
 def split_at(*cuts):
     """The rule over the parts between the cuts, each from the state that the one before left."""
 
