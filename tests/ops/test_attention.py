@@ -226,15 +226,16 @@ def test_nothing_to_attend(cu, tokens, keys):
     assert not out.any() and (lse == -math.inf).all() and not any(x.any() for x in gradients)
 
 
-def test_many_documents(seed):
-    cu = np.arange(0, 16 * 3001, 16)
+@pytest.mark.parametrize(("documents", "length"), [(3000, 16), (80_000, 2)])
+def test_many_documents(seed, documents, length):
+    cu = np.arange(0, length * documents + 1, length)
     q, k, v, dout = draw(cu[-1], (1, 1), 16)
     whole = ours(q, k, v, dout, cu_seqlens=cu)
-    batch = [x.view(3000, 16, 16) for x in (q, k, v, dout)]
+    batch = [x.view(documents, length, 16) for x in (q, k, v, dout)]
     stacked = [x.detach().requires_grad_() for x in batch[:3]]
     torch.nn.functional.scaled_dot_product_attention(*stacked, is_causal=True).backward(batch[3])
     for mine, peer in zip(whole[2:], stacked, strict=True):
-        torch.testing.assert_close(mine.view(3000, 16, 16), peer.grad, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(mine.view(documents, length, 16), peer.grad, rtol=1e-4, atol=1e-4)
 
 
 def test_uneven_documents_past_ten_thousand(seed):
@@ -242,6 +243,32 @@ def test_uneven_documents_past_ten_thousand(seed):
     q, k, v, dout = draw(cu[-1], (1, 1), 16)
     made = ours(q, k, torch.ones_like(v), dout, cu_seqlens=cu)
     torch.testing.assert_close(made[0], torch.ones_like(q), rtol=0, atol=1e-6)
+
+
+def test_one_document_more_changes_no_bit_of_the_others(seed):
+    inputs = draw(2 * 513, (32, 2), 256, BF16)
+    made = [ours(*(x[: 2 * n] for x in inputs), cu_seqlens=offsets([2] * n)) for n in (511, 512, 513)]
+    for more in made[1:]:
+        assert same_bits(made[0], [x[: 2 * 511] for x in more])
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "dout"])
+def test_offsets_beyond_thirty_one_bits(seed, name):
+    """Rows 2^24 elements apart: the last one's offset does not fit in 32 bits. Only the rows touched cost memory."""
+    inputs = dict(zip(("q", "k", "v", "dout"), draw(140, (1, 1), dtype=BF16), strict=True))
+    memory = torch.empty(139 * (1 << 24) + 16, dtype=BF16)
+    spread = {**inputs, name: memory.as_strided((140, 1, 16), (1 << 24, 16, 1)).copy_(inputs[name])}
+    cu = [0, 3, 140]
+    assert same_bits(ours(**inputs, cu_seqlens=cu), ours(**spread, cu_seqlens=cu))
+
+
+def test_last_queries_of_documents_at_edges_of_tiles(seed, dtype):
+    """The first document of a shard: few of its rows are queries here, keys go back by any number of tiles."""
+    queries = [1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 1, 17, 65]
+    earlier = [1, 63, 64, 127, 128, 255, 256, 511, 512, 513, 0, 65, 31, 1024, 1023, 1025]
+    cu, cu_k = offsets(queries), offsets(np.add(queries, earlier))
+    inputs, *more = [draw(cu[-1], (4, 1), 32, dtype, keys=cu_k[-1]) for _ in range(2)]
+    check(inputs, docs_of(cu), docs_of(cu_k), more=more, cu_seqlens=cu, cu_seqlens_k=cu_k)
 
 
 # Laws.
@@ -361,6 +388,8 @@ ERRORS = {
     "last-axis": ({}, {"k": lambda k: k.transpose(1, 2).contiguous().transpose(1, 2)}, ValueError, "k has stride 2"),
     "heads": ({}, {"q": lambda q: q[:, :3]}, ValueError, "3 query heads are not a multiple of 2"),
     "v-heads": ({}, {"v": lambda v: v[:, :1]}, ValueError, "v is \\[6, 1, 16\\]"),
+    "v-dim": ({}, {"v": lambda v: v.repeat(1, 1, 10)}, ValueError, "v is \\[6, 2, 160\\]"),
+    "head-dim-96": ({}, {n: lambda x: x.repeat(1, 1, 6) for n in "qkv"}, NotImplementedError, "96"),
     "v-tokens": ({}, {"v": lambda v: v[:5]}, ValueError, "v is \\[5, 2, 16\\]"),
     "axes": ({}, {"q": lambda q: q[0]}, ValueError, "q has 2 axes"),
     "device": ({}, {"k": lambda k: k.to("meta")}, ValueError, "k is on meta, q on cpu"),
