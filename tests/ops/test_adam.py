@@ -1,7 +1,11 @@
 """_amcore.adam_step, grad_sumsq and scale_ against float64, and what must not change a bit."""
 
+import ctypes
 import itertools
+import mmap
+import os
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -241,6 +245,44 @@ def test_groups_have_their_own_numbers_and_tensors_their_own_steps(seed):
     assert lists.steps[3] == 2**40 + 1
 
 
+@pytest.fixture
+def repeated():
+    """repeated(n, tail): a bfloat16 vector of n elements, zeros but for the last of them: 64 MiB of memory, over and
+    over, and one block behind."""
+    libc, made = ctypes.CDLL(None, use_errno=True), []
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    block, read_write, fixed, no_reserve = 1 << 26, mmap.PROT_READ | mmap.PROT_WRITE, 0x10, 0x4000
+
+    def make(n, tail):
+        whole = -(-2 * n // block) * block
+        base = libc.mmap(None, whole, read_write, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve, -1, 0)
+        file = os.memfd_create("repeated")
+        os.truncate(file, block)
+        for at in range(0, whole - block, block):
+            assert libc.mmap(base + at, block, read_write, mmap.MAP_SHARED | fixed, file, 0) == base + at
+        os.close(file)
+        made.append((base, whole))
+        x = torch.from_numpy(np.ctypeslib.as_array((ctypes.c_int16 * n).from_address(base))).view(BF16)
+        x[whole // 2 - block // 2 :] = tail
+        return x
+
+    yield make
+    for base, whole in made:
+        libc.munmap(base, whole)
+
+
+def test_one_tensor_beyond_two_to_the_31_elements(repeated):
+    param, exp_avg, exp_avg_sq, grad = (repeated(2**31 + 4099, tail) for tail in (1.0, 0.0, 0.0, 2.0))
+    step = torch.zeros(1)
+    _amcore.adam_step([param], [exp_avg], [exp_avg_sq], [step], [grad], **{**HYPER, "weight_decay": 0.0, "lr": 0.5})
+    assert step == 1 and not param[:4099].any() and not exp_avg[:4099].any()
+    moments = [(1 - HYPER["beta1"]) * 2, (1 - HYPER["beta2"]) * 4]
+    for x, value in zip((param, exp_avg, exp_avg_sq), (0.5, *moments), strict=True):
+        assert torch.equal(x[-4099:], torch.full((4099,), value).to(BF16))
+
+
 @pytest.mark.parametrize("layout", ["transposed", "offset", "size1", "empty"])
 def test_dense_layouts(isa, seed, layout):
     x = [torch.randn(6, 5, 4) for _ in range(4)]
@@ -333,6 +375,15 @@ def test_grad_sumsq(isa, seed, guarded, sizes, dtype):
     _amcore.grad_sumsq(out, guarded(1024, torch.float64), grads)
     truth = sum((g.double() ** 2).sum() for g in grads)
     assert abs(out.item() - float(truth)) <= 1e-12 * float(truth)
+
+
+def test_grad_sumsq_beyond_two_to_the_31_elements():
+    """Pages that hold zeros alone cost no memory."""
+    grad = torch.from_numpy(np.zeros(2**31 + 9, np.int16)).view(BF16)
+    grad[5], grad[-1] = 3, 2
+    out = torch.empty(1, dtype=torch.float64)
+    _amcore.grad_sumsq(out, torch.empty(1024, dtype=torch.float64), [grad])
+    assert out == 13
 
 
 def test_grad_sumsq_threads_and_sets_agree_to_the_bit(seed):
