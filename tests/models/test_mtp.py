@@ -37,6 +37,8 @@ def targets(labels, docs, depths):
 @pytest.mark.parametrize("labels, docs, expected", [
     ([11, 12, 21, 22], [1, 1, 2, 2], [[12, -100, 22, -100]]),
     ([1, 2, 3, 4, 5, 6, 7], [1] * 4 + [2] * 3, [[2, 3, 4, -100, 6, 7, -100], [3, 4, -100, -100, 7, -100, -100]]),
+    ([1, 2, 3, 4, 5, 6, 7, 8], [1] * 4 + [2] * 4,
+     [[2, 3, 4, -100, 6, 7, 8, -100], [3, 4, -100, -100, 7, 8, -100, -100]]),
     ([1, 2, 3, 4], [7] * 4, [[2, 3, 4, -100], [3, 4, -100, -100]]),
     ([1, 2, 3, 4], [1, 1, 2, 2], [[2, -100, 4, -100], [-100] * 4, [-100] * 4]),
     ([1, 2, 3, 4, 5], [1, 1, 0, 2, 2], [[2, -100, -100, 5, -100]]),
@@ -49,6 +51,17 @@ def test_targets(labels, docs, expected):
         for t, place in enumerate(row):
             assert place == t + k or t + k >= len(docs) or docs[t + k] != docs[t] or docs[t] == 0
             assert docs[place] == docs[t]
+
+
+def test_every_description_of_the_documents_gives_the_same_bits():
+    torch.manual_seed(0)
+    model = qwen3_5.load(small(3))
+    batch = {"input_ids": torch.arange(9), "labels": torch.arange(9) + 20}
+    by_offsets = packs.ours(model, {**batch, "cu_seqlens": [0, 3, 5, 9]})
+    by_ids = packs.ours(model, {**batch, "doc_ids": torch.tensor([1] * 3 + [2] * 2 + [3] * 4)})
+    joined = packs.ours(model, batch)
+    assert all(torch.equal(by_ids[name], value) for name, value in by_offsets.items())
+    assert not torch.equal(joined["mtp.fc.weight"], by_ids["mtp.fc.weight"])
 
 
 def reference_run(reference, mtp, documents, config):
