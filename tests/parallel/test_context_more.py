@@ -67,6 +67,30 @@ def test_dtypes_and_heads(ranks, dtype, heads, dim):
         check_bytes(results)
 
 
+def packed(*lengths, padding=0):
+    return [n for n, length in enumerate(lengths, 1) for _ in range(length)] + [0] * padding
+
+
+PUBLISHED = {
+    "three-and-padding": (2, packed(100, 80, 44, padding=32), (8, 4), 64),
+    "one-and-padding": (2, packed(120, padding=136), (8, 4), 64),
+    "one": (2, packed(256), (8, 4), 64),
+    "equal-heads": (4, packed(40, 30, 25, padding=33), (8, 8), 16),
+    "no-padding": (4, packed(50, 40, 38), (8, 2), 16),
+    "groups": (4, packed(50, 40, 20, padding=18), (8, 2), 16),
+    "long-first": (4, packed(70, 20, 20, padding=18), (8, 8), 16),
+    "large-heads": (4, packed(20, 10, padding=34), (16, 2), 256),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_packs_of_another_implementation(rank_pools, name):
+    world, ids, heads, dim = PUBLISHED[name]
+    results = rank_pools(world).run(worker.run, ids, heads=heads, dim=dim, poison=True)
+    check(results, ids, heads=heads, dim=dim)
+    check_bytes(results)
+
+
 def test_eight_ranks(rank_pools):
     """One long document: every rank needs keys of all before it, and half of them take query rows."""
     ids = [1] * 200 + [2] * 3

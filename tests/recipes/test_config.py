@@ -215,6 +215,9 @@ def test_load_recipe_context_parallel(recipe):
     loaded = recipe({**_frames(**given), "freeze_config": {"freeze_vision_tower": True}}, "distributed.cp_size=32")
     assert loaded.distributed.cp_size == 32
     assert frame_sharding(loaded.distributed) == {**asdict(FrameSharding()), **given}
+    given = {"enabled": True, "mesh_dims": ["cp"], "min_tokens": 0, "cost_alpha": "auto"}
+    loaded = recipe(_frames(**given), "distributed.cp_size=32")
+    assert frame_sharding(loaded.distributed) == {**asdict(FrameSharding()), **given}
 
 
 def test_load_recipe_off_values(recipe):
