@@ -2,7 +2,8 @@
 
 AM_CUDA=0 leaves CUDA out, AM_CUDA=1 insists on it, unset takes it when nvcc is there. AM_DEBUG=1 keeps assertions and
 -O0. AM_SANITIZE=address|thread builds with ASan + UBSan or TSan. Objects are kept in build/objects by the hash of
-their source, all headers and the command, so a second build compiles what changed.
+their source, the headers it reaches and the command, so a second build compiles what changed, and a copy of that
+folder serves another checkout.
 """
 
 import hashlib
@@ -61,11 +62,21 @@ def find_cuda():
     return nvcc, home
 
 
-def headers_digest():
+HEADERS = {p.name: p for p in (ROOT / "csrc").rglob("*") if p.suffix in (".h", ".inc", ".cuh")}
+
+
+def digest_of(source):
+    """Hash of a source and of every header that it names, or that one of those names (names are unique in csrc)."""
+    reached, left = {}, [source]
+    while left:
+        path = left.pop()
+        if path not in reached:
+            reached[path] = path.read_bytes()
+            named = re.findall(r'"(?:[\w./]*/)?(\w+\.\w+)"', reached[path].decode())
+            left += [HEADERS[name] for name in named if name in HEADERS]
     digest = hashlib.sha256(numpy.__version__.encode() + sys.version.encode())
-    for path in sorted((ROOT / "csrc").rglob("*")):
-        if path.suffix in (".h", ".inc", ".cuh"):
-            digest.update(path.read_bytes())
+    for path in sorted(reached):
+        digest.update(str(path.relative_to(ROOT)).encode() + reached[path])
     return digest.hexdigest()
 
 
@@ -90,28 +101,29 @@ class Build(build_ext):
             library = next(d for d in (cuda[1] / "lib64", cuda[1] / "lib") if (d / "libcudart_static.a").exists())
             link += [f"-L{library}", "-lcudart_static", "-lrt", "-lstdc++"]
             print(f"automodel_c: building for the CPU and CUDA {version} ({cuda[0]})")
-        paths = [f"-I{ROOT / d}" for d in INCLUDES]
-        paths += [f"-isystem{d}" for d in (*self.compiler.include_dirs, numpy.get_include())]
+        paths = [f"-I{d}" for d in INCLUDES]
+        system = [f"-isystem{d}" for d in (*self.compiler.include_dirs, numpy.get_include())]
 
-        common = headers_digest()
         jobs = []
         for source in sorted((ROOT / "csrc").rglob("*.c")):
-            jobs.append((source, [*cc, *C_FLAGS, *defines, *paths, "-c"]))
+            jobs.append((source, [*cc, *C_FLAGS, *defines, *paths, "-c"], system))
         for source in sorted((ROOT / "csrc/cuda").rglob("*.cu")) if cuda else []:
-            jobs.append((source, [cuda[0], *CUDA_FLAGS, *(p for p in paths if p.startswith("-I")), "-c"]))
+            jobs.append((source, [cuda[0], *CUDA_FLAGS, *paths, "-c"], []))
         with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))) as pool:
-            objects = list(pool.map(lambda job: self.compile_one(cache, common, *job), jobs))
+            objects = list(pool.map(lambda job: self.compile_one(cache, *job), jobs))
         subprocess.run([*cc, *map(str, objects), *link, "-o", str(target)], check=True)
 
-    def compile_one(self, cache, common, source, command):
-        key = hashlib.sha256(source.read_bytes() + common.encode() + repr(command).encode()).hexdigest()[:24]
+    def compile_one(self, cache, source, command, system):
+        source = source.relative_to(ROOT)
+        key = hashlib.sha256(digest_of(ROOT / source).encode() + repr(command).encode()).hexdigest()[:24]
         out = cache / f"{source.stem}-{key}.o"
         if not out.exists():
             partial = out.with_suffix(f".{os.getpid()}.o")
-            done = subprocess.run([*command, str(source), "-o", str(partial)], capture_output=True, text=True)
+            command = [*command, *system, str(source), "-o", str(partial)]
+            done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
             log = done.stdout + done.stderr
             if done.returncode:
-                raise SystemExit(f"{' '.join(command)} {source}\n{log}")
+                raise SystemExit(f"{' '.join(command)}\n{log}")
             out.with_suffix(".log").write_text(log)
             partial.rename(out)
         return out
