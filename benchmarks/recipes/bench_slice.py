@@ -91,6 +91,9 @@ KINDS = {  # of kernels, by their names; the first that fits
 class Slice(Qwen3_5):
     """Our decoder, with or without its head."""
 
+    def __call__(self, x):  # `Inputs` as it is: not a batch of a recipe
+        return nn.Module.__call__(self, x)
+
     def forward(self, x):
         hidden, _ = self.model.language_model(self.model.language_model.embed_tokens(x.ids), x.step)
         if x.projection is not None:
