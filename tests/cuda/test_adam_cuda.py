@@ -40,6 +40,22 @@ def test_adam_step(seed, master, grad, moment):
     assert_same(cpu, cuda)
 
 
+def askew(tensors):
+    """The same values one element behind where 16-byte words start."""
+    return [torch.cat([t.new_zeros(1), t.flatten()])[1:] for t in tensors]
+
+
+@masters
+def test_tensors_that_start_anywhere(seed, master):
+    cpu = Lists([1, 3, 4097, 40_001], master)
+    cuda = on_cuda(cpu)
+    cuda.params, cuda.exp_avgs = askew(cuda.params), askew(cuda.exp_avgs)
+    assert cuda.params[0].data_ptr() % 16 and not cuda.grads[0].data_ptr() % 16
+    for lists in (cpu, cuda):
+        lists.step()
+    assert_same(cpu, cuda)
+
+
 def test_more_tensors_than_a_launch_takes(seed):
     cpu = Lists([i % 5 for i in range(2000)])
     cuda = on_cuda(cpu)
@@ -122,6 +138,23 @@ def test_clip(seed, dtype):
         assert_as_good_as(q.grad.cpu(), p.grad, ref, name="grad")
     again = clip_grad_norm_(cuda_params, 3.01)
     assert abs(float(again) - 3.0) < (1e-5 if dtype == F32 else 1e-2)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("offset", [0, 1, 3, 7])
+def test_clip_of_tensors_that_start_anywhere(seed, dtype, offset):
+    whole = [torch.randn(n + offset, device="cuda").to(dtype) for n in (1, 2, 7, 9, 100_003)]
+    params = [torch.zeros(len(g) - offset, device="cuda", dtype=dtype).requires_grad_() for g in whole]
+    for p, g in zip(params, whole, strict=True):
+        p.grad = g[offset:]
+    before = [g.clone() for g in whole]
+    norm = clip_grad_norm_(params, 0.5)
+    truth = torch.cat([g[offset:].double() for g in before]).norm()
+    assert abs(float(norm) / float(truth) - 1) < 1e-6
+    for g, first in zip(whole, before, strict=True):
+        assert torch.equal(g[:offset], first[:offset])
+        expected = (first[offset:].double() * (0.5 / truth)).to(torch.float32).to(dtype)
+        torch.testing.assert_close(g[offset:], expected, rtol=2**-7 if dtype == BF16 else 1e-6, atol=0)
 
 
 def test_scale_by_one_writes_nothing():

@@ -1,15 +1,14 @@
-/* clip.cu -- sum of squares and scaling of a list of gradients, simple kernels.
+/* clip.cu -- sum of squares and scaling of a list of gradients.
  *
  * As in adam.cu the table of tensors is a kernel parameter. The sum: block b of every launch adds part b of that
- * launch's elements to parts[b] in float64, in one order whatever the timing; a last block adds the parts.
+ * launch's elements to parts[b] in float64, in one order whatever the timing; a last block adds the parts. Elements are
+ * read in words of 16 bytes, kUnroll of them under way a thread; those before a tensor's first whole word of a part and
+ * after its last go one by one.
  *
  * Floor: 4 bytes an element for the sum, 8 for scaling (float32), over the read and copy rates of the memory.
  */
-#include "cuda_check.h"
-
-#include <stdint.h>
-
-#include <cuda_bf16.h>
+#include "on_device.h"
+#include "rows.cuh"
 
 extern "C" {
 #include "clip.h"
@@ -18,7 +17,7 @@ extern "C" {
 namespace
 {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 256, kUnroll = 4;
 constexpr int kTile = 8192; /* elements of a scaling block */
 constexpr int kTensors = 1024;
 
@@ -50,10 +49,80 @@ __device__ int row_at(const Table &t, int64_t at)
 
 __device__ int64_t end_of(const Table &t, int row) { return row + 1 < t.n_rows ? t.rows[row + 1].begin : t.total; }
 
-__device__ double load(const Row &row, int64_t i)
+/* Elements first, .. last of a tensor as words of 16 bytes and the single ones around them. */
+template <typename T> struct Span {
+    static constexpr int kPer = rows::kPer<T>;
+    T *data;
+    int64_t head, words, tail; /* single elements, whole words, single elements */
+
+    __device__ Span(const Row &row, int64_t first, int64_t last) : data(static_cast<T *>(row.data) + first)
+    {
+        const int64_t n = last - first;
+        const int64_t before = static_cast<int64_t>((16 - reinterpret_cast<uintptr_t>(data) % 16) % 16 / sizeof(T));
+        head = before < n ? before : n;
+        words = (n - head) / kPer;
+        tail = n - head - words * kPer;
+    }
+
+    __device__ char *word(int64_t at) const { return reinterpret_cast<char *>(data + head) + 16 * at; }
+    /* the single element of this thread, or null */
+    __device__ T *single() const
+    {
+        const int thread = static_cast<int>(threadIdx.x);
+        if (thread < head)
+            return data + thread;
+        return thread - head < tail ? data + words * kPer + thread : nullptr;
+    }
+};
+
+template <typename T> __device__ double sum_of_squares(const Row &row, int64_t first, int64_t last)
 {
-    return row.bf16 ? static_cast<double>(__bfloat162float(static_cast<const __nv_bfloat16 *>(row.data)[i]))
-                    : static_cast<double>(static_cast<const float *>(row.data)[i]);
+    const Span<T> span(row, first, last);
+    double sum = 0.0;
+    for (int64_t at = threadIdx.x; at < span.words; at += kThreads * kUnroll) {
+        uint4 raw[kUnroll];
+#pragma unroll
+        for (int u = 0; u < kUnroll; u++)
+            raw[u] = at + u * kThreads < span.words ? rows::load(span.word(at + u * kThreads)) : make_uint4(0, 0, 0, 0);
+#pragma unroll
+        for (int u = 0; u < kUnroll; u++) {
+            float x[rows::kPer<T>];
+            rows::unpack<T>(x, raw[u]);
+#pragma unroll
+            for (int i = 0; i < rows::kPer<T>; i++)
+                sum += static_cast<double>(x[i]) * static_cast<double>(x[i]);
+        }
+    }
+    if (const T *const one = span.single()) {
+        const double x = static_cast<double>(rows::to_float(*one));
+        sum += x * x;
+    }
+    return sum;
+}
+
+template <typename T> __device__ void scale_elements(const Row &row, int64_t first, int64_t last, double factor)
+{
+    const Span<T> span(row, first, last);
+    for (int64_t at = threadIdx.x; at < span.words; at += kThreads * kUnroll) {
+        uint4 raw[kUnroll];
+#pragma unroll
+        for (int u = 0; u < kUnroll; u++)
+            if (at + u * kThreads < span.words)
+                raw[u] = rows::load(span.word(at + u * kThreads));
+#pragma unroll
+        for (int u = 0; u < kUnroll; u++) {
+            if (at + u * kThreads >= span.words)
+                continue;
+            float x[rows::kPer<T>];
+            rows::unpack<T>(x, raw[u]);
+#pragma unroll
+            for (int i = 0; i < rows::kPer<T>; i++)
+                x[i] = static_cast<float>(static_cast<double>(x[i]) * factor);
+            rows::store(span.word(at + u * kThreads), rows::pack<T>(x));
+        }
+    }
+    if (T *const one = span.single())
+        rows::from_float(one, static_cast<float>(static_cast<double>(rows::to_float(*one)) * factor));
 }
 
 __device__ double block_sum(double mine)
@@ -77,10 +146,9 @@ __global__ void __launch_bounds__(kThreads)
     for (int64_t at = begin; at < end;) {
         const int row = row_at(t, at);
         const int64_t stop = end_of(t, row) < end ? end_of(t, row) : end;
-        for (int64_t i = at + threadIdx.x; i < stop; i += kThreads) {
-            const double x = load(t.rows[row], i - t.rows[row].begin);
-            sum += x * x;
-        }
+        const Row &r = t.rows[row];
+        sum += r.bf16 ? sum_of_squares<__nv_bfloat16>(r, at - r.begin, stop - r.begin)
+                      : sum_of_squares<float>(r, at - r.begin, stop - r.begin);
         at = stop;
     }
     sum = block_sum(sum);
@@ -109,13 +177,10 @@ __global__ void __launch_bounds__(kThreads) clip_scale_kernel(const __grid_const
         const int row = row_at(t, at);
         const Row &r = t.rows[row];
         const int64_t stop = end_of(t, row) < end ? end_of(t, row) : end;
-        for (int64_t i = at + threadIdx.x - r.begin; i < stop - r.begin; i += kThreads) {
-            const float y = static_cast<float>(load(r, i) * f);
-            if (r.bf16)
-                static_cast<__nv_bfloat16 *>(r.data)[i] = __float2bfloat16_rn(y);
-            else
-                static_cast<float *>(r.data)[i] = y;
-        }
+        if (r.bf16)
+            scale_elements<__nv_bfloat16>(r, at - r.begin, stop - r.begin, f);
+        else
+            scale_elements<float>(r, at - r.begin, stop - r.begin, f);
         at = stop;
     }
 }
@@ -166,17 +231,6 @@ am_status scale(const am_scale_args *a, cudaStream_t stream)
         AM_CUDA_LAUNCHED();
     }
     return AM_OK;
-}
-
-template <typename Args>
-am_status on_device(am_status (*fn)(const Args *, cudaStream_t), const Args *a, const am_exec *ex)
-{
-    int before = 0;
-    AM_CUDA(cudaGetDevice(&before));
-    AM_CUDA(cudaSetDevice(ex->dev_index));
-    const am_status st = fn(a, static_cast<cudaStream_t>(ex->stream));
-    AM_CUDA(cudaSetDevice(before));
-    return st;
 }
 
 } // namespace
