@@ -33,7 +33,7 @@ def run(model, batch):
 def test_pack_equals_each_document_alone(family, make):
     documents = make()
     runs = {"truth": [], "naive": [], "pack": []}
-    for seed in range(3):
+    for seed in range(7):  # the median of three is that of one unlucky model too often
         model = models.build(family, seed=seed)
         with models.Exact():
             runs["truth"].append(models.run_each(models.in_float64(model), documents))

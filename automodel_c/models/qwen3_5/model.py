@@ -94,7 +94,8 @@ class Qwen3_5(nn.Module):
     Attributes: config; model.language_model, model.visual, lm_head; mtp, or None where there is none (set it to None
     to train without); aux_loss and cp, as in `load`; ep, the ranks that share the experts; frame_sharding, a
     `FrameSharding`; aux_share, by which the auxiliary loss is multiplied where it is added: a step of several batches
-    gives each its share of the average.
+    gives each its share of the average; loss_extra_bytes, what the loss may hold beyond its gradients on CUDA, None for
+    as much as a float32 gradient of lm_head, which its reduction takes later anyway: logits that fit are made once.
     """
 
     def __init__(self, config):
@@ -102,6 +103,7 @@ class Qwen3_5(nn.Module):
         self.config, self.ep = config, ExpertParallel()
         self.aux_loss, self.cp, self.frame_sharding = None, None, FrameSharding()
         self.aux_share = 1.0
+        self.loss_extra_bytes = None
         self.model = nn.Module()
         self.model.language_model = TextModel(config.text)
         self.model.visual = VisionModel(config.vision)
@@ -198,9 +200,13 @@ class Qwen3_5(nn.Module):
         return self.model.language_model(embeddings[: len(batch.share.own)], batch.step, rows)
 
     def _cross_entropy(self, hidden, labels, batch):
+        text, extra_bytes = self.config.text, self.loss_extra_bytes
+        if extra_bytes is None:
+            extra_bytes = 4 * text.vocab_size * text.hidden_size
         return ops.linear_cross_entropy(
-            hidden, self.lm_head.weight, labels, num_label_tokens=batch.num_label_tokens, ignore_index=IGNORE
-        )
+            hidden, self.lm_head.weight, labels, num_label_tokens=batch.num_label_tokens, ignore_index=IGNORE,
+            extra_bytes=extra_bytes,
+        )  # fmt: skip
 
     def recompute(self, value):
         """Whether backward makes the activations inside layers and blocks again instead of keeping them."""

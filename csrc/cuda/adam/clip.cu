@@ -1,6 +1,6 @@
 /* clip.cu -- sum of squares and scaling of a list of gradients.
  *
- * As in adam.cu the table of tensors is a kernel parameter. The sum: block b of every launch adds part b of that
+ * As in adam.cu the table of tensors is a kernel parameter. The sum: block b of every launch adds its chunks of that
  * launch's elements to parts[b] in float64, in one order whatever the timing; a last block adds the parts. Elements are
  * read in words of 16 bytes, kUnroll of them under way a thread; those before a tensor's first whole word of a part and
  * after its last go one by one.
@@ -18,7 +18,8 @@ namespace
 {
 
 constexpr int kThreads = 256, kUnroll = 4;
-constexpr int kTile = 8192; /* elements of a scaling block */
+constexpr int kTile = 8192;   /* elements of a scaling block */
+constexpr int kChunk = 16384; /* of the sum: block b takes chunks b, b + AM_SUMSQ_PARTS, .. of a launch's line */
 constexpr int kTensors = 1024;
 
 struct Row {
@@ -140,16 +141,17 @@ __device__ double block_sum(double mine)
 __global__ void __launch_bounds__(kThreads)
     clip_sumsq_part_kernel(const __grid_constant__ Table t, double *parts, bool first)
 {
-    const int64_t part = (t.total + AM_SUMSQ_PARTS - 1) / AM_SUMSQ_PARTS;
-    const int64_t begin = blockIdx.x * part, end = begin + part < t.total ? begin + part : t.total;
     double sum = 0.0;
-    for (int64_t at = begin; at < end;) {
-        const int row = row_at(t, at);
-        const int64_t stop = end_of(t, row) < end ? end_of(t, row) : end;
-        const Row &r = t.rows[row];
-        sum += r.bf16 ? sum_of_squares<__nv_bfloat16>(r, at - r.begin, stop - r.begin)
-                      : sum_of_squares<float>(r, at - r.begin, stop - r.begin);
-        at = stop;
+    for (int64_t chunk = blockIdx.x; chunk * kChunk < t.total; chunk += AM_SUMSQ_PARTS) {
+        const int64_t end = t.total - chunk * kChunk > kChunk ? (chunk + 1) * kChunk : t.total;
+        for (int64_t at = chunk * kChunk; at < end;) {
+            const int row = row_at(t, at);
+            const Row &r = t.rows[row];
+            const int64_t stop = end_of(t, row) < end ? end_of(t, row) : end;
+            sum += r.bf16 ? sum_of_squares<__nv_bfloat16>(r, at - r.begin, stop - r.begin)
+                          : sum_of_squares<float>(r, at - r.begin, stop - r.begin);
+            at = stop;
+        }
     }
     sum = block_sum(sum);
     if (threadIdx.x == 0)
