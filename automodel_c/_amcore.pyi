@@ -310,7 +310,7 @@ def moe_row(
     backward: bool,
 ) -> str: ...
 def moe_forward(
-    out: Tensor,
+    out: Tensor | None,
     load: Tensor,
     prob_sum: Tensor,
     real_rows: Tensor,

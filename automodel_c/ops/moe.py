@@ -23,6 +23,7 @@ def moe(
     ep_group=None,
     return_aux=False,
     return_router_stats=False,
+    need_output=True,
 ):
     """Sum over a token's `top_k` experts of its routing weight times `down_e @ (silu(gate_e x) * up_e x)`.
 
@@ -43,6 +44,8 @@ def moe(
         return_aux: return (out, this layer's auxiliary loss): `per_layer_aux_loss` of the statistics.
         return_router_stats: return (out, load, prob_sum, real_rows): load int64 [E], how many tokens chose an expert;
             prob_sum float32 [E], differentiable, the sum of the full softmax over the tokens; real_rows int64 [], n.
+        need_output: False where only backward will look at this call, as in a recomputation whose sum nobody reads: out
+            is 0 and down's products, a third of the work, are not made. Not over ranks, where it changes nothing.
 
     Returns:
         out [T, H] in hidden's dtype, alone or with what was asked for.
@@ -64,7 +67,9 @@ def moe(
     else:
         count = _checked(*inputs, top_k, return_aux, return_router_stats)
         keep = torch.is_grad_enabled() and any(x.requires_grad for x in inputs[:4])
-        out, *stats = _moe(*inputs, count, keep)[:4]
+        out, *stats = _moe(*inputs, count, keep, need_output)[:4]
+        if not need_output:
+            out = hidden.new_zeros(hidden.shape[-1:]).expand(hidden.shape)
     if return_router_stats:
         return out, *stats
     return (out, per_layer_aux_loss(*stats, top_k=top_k)) if return_aux else out
@@ -153,11 +158,11 @@ def _count(name, top_k):
     return count
 
 
-def _outputs(hidden, router_weight, down, top_k, keep, empty):
+def _outputs(hidden, router_weight, down, top_k, keep, whole, empty):
     """Forward's outputs, from `empty(shape, dtype)`."""
     (tokens, experts), inner = (hidden.shape[0], router_weight.shape[0]), down.shape[2]
     return (
-        empty(hidden.shape, hidden.dtype),
+        empty(hidden.shape if whole else (0,), hidden.dtype),
         empty((experts,), torch.int64),
         empty((experts,), torch.float32),
         empty((), torch.int64),
@@ -168,17 +173,18 @@ def _outputs(hidden, router_weight, down, top_k, keep, empty):
     )
 
 
-def _moe_kernel(hidden, router_weight, gate_up, down, padding, top_k, keep):
+def _moe_kernel(hidden, router_weight, gate_up, down, padding, top_k, keep, whole):
     inputs = (hidden, router_weight, gate_up, down, padding)
     nbytes = _amcore.moe_workspace(*inputs, top_k=top_k, backward=False)
-    results = _outputs(hidden, router_weight, down, top_k, keep, lambda s, d: _alloc.empty(s, d, hidden.device))
+    results = _outputs(hidden, router_weight, down, top_k, keep, whole, lambda s, d: _alloc.empty(s, d, hidden.device))
     scratch = _alloc.workspace(nbytes, hidden.device)
-    _amcore.moe_forward(*results[:7], scratch, *inputs, results[7] if keep else None, top_k=top_k)
+    out, products = results[0] if whole else None, results[7] if keep else None
+    _amcore.moe_forward(out, *results[1:7], scratch, *inputs, products, top_k=top_k)
     return results
 
 
-def _moe_fake(hidden, router_weight, gate_up, down, padding, top_k, keep):
-    return _outputs(hidden, router_weight, down, top_k, keep, lambda s, d: hidden.new_empty(s, dtype=d))
+def _moe_fake(hidden, router_weight, gate_up, down, padding, top_k, keep, whole):
+    return _outputs(hidden, router_weight, down, top_k, keep, whole, lambda s, d: hidden.new_empty(s, dtype=d))
 
 
 def _moe_backward_kernel(
@@ -221,11 +227,11 @@ def _moe_derivative(ctx, dout, _, dprob_sum, *__):
     hidden, *saved = ctx.saved_tensors
     need = ctx.needs_input_grad[:4]
     if dout is None and dprob_sum is None:
-        return (None,) * 7
+        return (None,) * 8
     dout = torch.zeros_like(hidden) if dout is None else dout
     dprob_sum = None if dprob_sum is None else dprob_sum.contiguous()
     grads = _moe_backward(dout, dprob_sum, hidden, *saved, need)
-    return *(x if needed else None for x, needed in zip(grads, need, strict=True)), None, None, None
+    return *(x if needed else None for x, needed in zip(grads, need, strict=True)), None, None, None, None
 
 
 def _join_kernel(out, shared, gate):
@@ -254,8 +260,8 @@ _moe_backward = define(
     _moe_backward_fake,
 )
 _moe = define(
-    "moe(Tensor hidden, Tensor router_weight, Tensor gate_up, Tensor down, Tensor? padding, int top_k, bool keep) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "moe(Tensor hidden, Tensor router_weight, Tensor gate_up, Tensor down, Tensor? padding, int top_k, bool keep, "
+    "bool whole) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _moe_kernel,
     _moe_fake,
     setup=_moe_setup,

@@ -123,9 +123,9 @@ static am_status check_counts(const am_moe_args *a)
     return check_own("real_rows", &a->real_rows, false, AM_I64, 0, NULL);
 }
 
-static am_status check_out(const am_moe_args *a)
+static am_status check_out(const am_moe_args *a, bool optional)
 {
-    return check_own("out", &a->out, false, a->hidden.dtype, 2, a->hidden.shape);
+    return check_own("out", &a->out, optional, a->hidden.dtype, 2, a->hidden.shape);
 }
 
 /* Every real token's choice is one of `experts`, or, where `none` may be, -1. */
@@ -266,7 +266,8 @@ static void run_experts(moe_job *job)
 {
     fill_products(job);
     moe_run(job, MOE_GATE_UP);
-    moe_run(job, MOE_COMBINE);
+    if (has(&job->a->out))
+        moe_run(job, MOE_COMBINE);
 }
 
 static void run_gradients(moe_job *job)
@@ -284,7 +285,7 @@ am_status am_moe_forward(am_moe_args *a, const am_exec *ex)
     AM_TRY(check_logits(a));
     AM_TRY(check_counts(a));
     AM_TRY(check_products(a, true));
-    AM_TRY(check_out(a));
+    AM_TRY(check_out(a, true));
     if (ex->dev != AM_DEV_CPU)
         return am_cuda_moe_forward(a, ex);
     AM_TRY(start(a, false, &job));
@@ -313,7 +314,7 @@ am_status am_moe_experts_forward(am_moe_args *a, const am_exec *ex)
     AM_TRY(check_inputs(a));
     AM_TRY(check_choice(a));
     AM_TRY(check_products(a, true));
-    AM_TRY(check_out(a));
+    AM_TRY(check_out(a, false));
     if (ex->dev != AM_DEV_CPU)
         return am_cuda_moe_forward(a, ex);
     AM_TRY(check_chosen(a, a->down.shape[0], true));

@@ -19,7 +19,7 @@ AM_PY_OP_RESULT(moe_row, am_moe_row, am_moe_args, row_result, {"hidden", AM_PY_I
                 {"|down", AM_PY_IN, &a.down}, {"|padding", AM_PY_IN, &a.padding}, {"$top_k", AM_PY_I64, &a.top_k},
                 {"$backward", AM_PY_BOOL, &a.backward})
 
-AM_PY_OP(moe_forward, am_moe_forward, am_moe_args, {"out", AM_PY_OUT, &a.out}, {"load", AM_PY_OUT, &a.load},
+AM_PY_OP(moe_forward, am_moe_forward, am_moe_args, {"|out", AM_PY_OUT, &a.out}, {"load", AM_PY_OUT, &a.load},
          {"prob_sum", AM_PY_OUT, &a.prob_sum}, {"real_rows", AM_PY_OUT, &a.real_rows}, {"logits", AM_PY_OUT, &a.logits},
          {"chosen", AM_PY_OUT, &a.chosen}, {"weights", AM_PY_OUT, &a.weights}, {"workspace", AM_PY_OUT, &a.workspace},
          {"hidden", AM_PY_IN, &a.hidden}, {"router_weight", AM_PY_IN, &a.router_weight},
@@ -76,7 +76,7 @@ PyMethodDef am_moe_methods[] = {
     AM_PY_METHOD(moe_forward,
                  "moe_forward(out, load, prob_sum, real_rows, logits, chosen, weights, workspace, hidden, "
                  "router_weight, gate_up, down, padding=None, products=None, *, top_k)\n--\n\nRouted experts, and what "
-                 "the router did."),
+                 "the router did. Without out (None) down's products are not made."),
     AM_PY_METHOD(
         moe_backward,
         "moe_backward(workspace, dout, hidden, router_weight, gate_up, down, logits, chosen, weights, products, "

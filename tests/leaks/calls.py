@@ -458,6 +458,7 @@ def moe_calls():
     small = lambda at: ("small", ValueError, at, lambda: torch.zeros(9, dtype=torch.uint8))  # noqa: E731
     top_k = {"top_k": 1}
     yield from variants("moe_forward", [*outputs, *inputs], top_k, [*wrong, shape(11), small(7)])
+    yield from variants("moe_forward", [lambda: None, *outputs[1:], *inputs], top_k, [small(7)])
     gradients = [lambda: torch.zeros(1 << 20, dtype=torch.uint8), f(3, 4), *inputs[:4], *kept, f(3, 6), inputs[4]]
     wrong = [shape(5), small(0), ("chosen", ValueError, 7, lambda: torch.full((3, 1), 2, dtype=torch.int32))]
     yield from variants("moe_backward", gradients, {**top_k, "dhidden": f(3, 4), "drouter": f(2, 4)}, wrong)

@@ -123,6 +123,27 @@ def test_small_and_large_values(isa, seed, scale, dtype):
 
 
 @DTYPES
+def test_a_recomputation_leaves_its_output_out(isa, seed, dtype):
+    """Its statistics, what it keeps for backward and so every gradient have the same bits."""
+    inputs = problem(60, 40, 24, 6, 2, dtype)
+    upstream, calls = upstream_of(inputs), []
+
+    def layer(*inputs):
+        calls.append(None)
+        out, _, prob_sum, _ = amc.ops.moe(*inputs, top_k=2, return_router_stats=True, need_output=len(calls) == 1)
+        return out, prob_sum
+
+    twice = lambda *inputs: checkpoint(layer, *inputs, use_reentrant=False)  # noqa: E731
+    expected = run(ours, inputs, upstream, top_k=2)
+    found = run(twice, inputs, upstream)
+    assert len(calls) == 2 and all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    whole = amc.ops.moe(*inputs, top_k=2, return_router_stats=True)
+    without = amc.ops.moe(*inputs, top_k=2, return_router_stats=True, need_output=False)
+    assert without[0].shape == whole[0].shape and without[0].dtype == dtype and not without[0].any()
+    assert all(torch.equal(a, b) for a, b in zip(without[1:], whole[1:], strict=True))
+
+
+@DTYPES
 def test_padding(isa, seed, dtype):
     """Padding holds NaN, is 0 in output and gradient, and wherever it stands no other bit changes."""
     inputs = problem(60, 40, 24, 6, 2, dtype)

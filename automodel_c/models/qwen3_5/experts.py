@@ -11,6 +11,7 @@ from automodel_c.parallel.exchange import exchange
 from automodel_c.parallel.experts import ExpertParallel
 
 from .layers import MLP
+from .recompute import made_again
 
 
 class Router(nn.Module):
@@ -39,10 +40,11 @@ class Experts(nn.Module):
             setattr(self, name, nn.Parameter(weight.detach()[first:end].clone()))
 
     def forward(self, x, router_weight, padding, top_k):
-        """As `ops.moe` with the router's statistics, over the ranks that hold experts."""
+        """As `ops.moe` with the router's statistics, over the ranks that hold experts. Made again, its output goes into
+        sums alone, whose gradients do not need it."""
         return ops.moe(
             x, router_weight, _own(self.gate_up_proj), _own(self.down_proj), top_k=top_k, padding=padding,
-            ep_group=self.ep.group, return_router_stats=True,
+            ep_group=self.ep.group, return_router_stats=True, need_output=not made_again(),
         )  # fmt: skip
 
 

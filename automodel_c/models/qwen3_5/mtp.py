@@ -7,7 +7,8 @@ from torch import nn
 
 from .config import FULL
 from .layers import RMSNorm
-from .text import DecoderLayer, run
+from .recompute import run
+from .text import DecoderLayer
 
 LOSS_SCALE = 0.1
 

@@ -1,13 +1,13 @@
 """The decoder: layers of a token mixer and an MLP around one stream of activations [T, H]."""
 
 from torch import nn
-from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from .attention import Attention
 from .config import FULL
 from .experts import SparseMoE
 from .gated_delta_net import GatedDeltaNet
 from .layers import MLP, RMSNorm
+from .recompute import run
 
 
 class DecoderLayer(nn.Module):
@@ -54,11 +54,3 @@ class TextModel(nn.Module):
             x, routed = run(layer, self.recompute, x, step, wanted, context_fn=step.checkpoint_context)
             stats.append(routed)
         return self.norm(x), stats
-
-
-def run(module, recompute, *inputs, context_fn=noop_context_fn):
-    """module(*inputs), whose activations are made again in backward where `recompute` says so, but for what
-    `context_fn` keeps."""
-    if not recompute:
-        return module(*inputs)
-    return checkpoint(module, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=context_fn)

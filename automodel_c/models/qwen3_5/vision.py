@@ -12,7 +12,7 @@ from automodel_c import ops
 from automodel_c.partition import Pack
 
 from .layers import LayerNorm
-from .text import run
+from .recompute import run
 
 
 class Frames:

@@ -131,6 +131,8 @@ am_status run_experts(const MoeJob &job, cudaStream_t stream)
     const am_moe_args *const a = job.a;
     AM_TRY(moe_permute(job, a->hidden, job.x, stream));
     AM_TRY(run_gate_up(job, stream));
+    if (!given(a->out))
+        return AM_OK;
     AM_TRY(run_down(job, stream));
     return moe_unpermute(job, job.x, static_cast<const float *>(a->weights.data), nullptr, a->out, stream);
 }
