@@ -1,7 +1,9 @@
 """Short clips from what files hold them: only the frames that are asked for."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image, ImageSequence
@@ -46,15 +48,8 @@ def read_clip(part, folder, video_processor):
     ValueError where there is no frame or no rate; RuntimeError without PyAV.
     """
     names = part["video"]
-    where = Path(folder, names) if isinstance(names, str) else [Path(folder, name) for name in names]
-    count, stored_fps, read = _open(where)
-    fps = part.get("fps")
-    raw_fps = next((rate for rate in (part.get("raw_fps"), stored_fps, fps) if rate is not None), None)
-    if count == 0:
-        raise ValueError(f"video {names}: no frames in it")
-    if raw_fps is None:
-        raise ValueError(f"video {names}: it says no frame rate, and neither does the part (fps or raw_fps)")
-    indices = video_processor.frame_indices(count, raw_fps, fps=fps)
+    film, indices, raw_fps = _chosen(part, folder, video_processor)
+    count, read = film.frames, film.read
     kept, again = np.unique(indices, return_inverse=True)
     frames = read(kept.tolist())
     if len(frames) < len(kept):
@@ -67,8 +62,35 @@ def read_clip(part, folder, video_processor):
     return Clip(frames, video_processor.seconds(indices.tolist(), raw_fps))
 
 
+def clip_shape(part, folder, video_processor):
+    """(frames, height, width, seconds) of what `read_clip` gives, height and width as the first frame has them; no more
+    than that is read."""
+    film, indices, raw_fps = _chosen(part, folder, video_processor)
+    return len(indices), *film.size(), video_processor.seconds(indices.tolist(), raw_fps)
+
+
+class _Film(NamedTuple):
+    frames: int
+    fps: float | None
+    read: Callable  # from sorted indices to their arrays
+    size: Callable  # (height, width)
+
+
+def _chosen(part, folder, video_processor):
+    """The film of a part, which of its frames are seen, and how many it has a second."""
+    names = part["video"]
+    where = Path(folder, names) if isinstance(names, str) else [Path(folder, name) for name in names]
+    film = _open(where)
+    fps = part.get("fps")
+    raw_fps = next((rate for rate in (part.get("raw_fps"), film.fps, fps) if rate is not None), None)
+    if film.frames == 0:
+        raise ValueError(f"video {names}: no frames in it")
+    if raw_fps is None:
+        raise ValueError(f"video {names}: it says no frame rate, and neither does the part (fps or raw_fps)")
+    return film, video_processor.frame_indices(film.frames, raw_fps, fps=fps), raw_fps
+
+
 def _open(where):
-    """(frames, frames a second or None, a function from sorted indices to their arrays)."""
     if isinstance(where, list):
         return _pictures(where)
     if where.is_dir():
@@ -89,7 +111,12 @@ def _pictures(paths):
                 frames[path] = np.asarray(image.convert("RGB"))
         return [frames[paths[index]] for index in indices]
 
-    return len(paths), None, read
+    return _Film(len(paths), None, read, lambda: _picture_size(paths[0]))
+
+
+def _picture_size(path):
+    with Image.open(path) as image:
+        return image.height, image.width
 
 
 def _array(path):
@@ -100,7 +127,8 @@ def _array(path):
                 raise ValueError(f"video {path}: no array called frames in it")
             fps = float(named["fps"]) if "fps" in named else None
             stored = named["frames"]
-    return len(stored) if stored.ndim else 0, fps, lambda indices: [np.array(stored[index]) for index in indices]
+    count = len(stored) if stored.ndim else 0
+    return _Film(count, fps, lambda indices: [np.array(stored[index]) for index in indices], lambda: stored.shape[1:3])
 
 
 def _animation(path):
@@ -120,7 +148,8 @@ def _animation(path):
                 frames.append(np.asarray(image.convert("RGB")))
         return frames
 
-    return count, 1000 * count / sum(shown) if sum(shown) > 0 else None, read
+    rate = 1000 * count / sum(shown) if sum(shown) > 0 else None
+    return _Film(count, rate, read, lambda: _picture_size(path))
 
 
 def _film(path):
@@ -142,5 +171,6 @@ def _film(path):
             raise ValueError(f"video {path}: no frames in it")
         stream = container.streams.video[0]
         rate = stream.average_rate
+        size = (stream.height, stream.width)
         count = stream.frames or sum(1 for _ in container.decode(video=0))
-    return count, float(rate) if rate else None, lambda indices: list(decode(set(indices)))
+    return _Film(count, float(rate) if rate else None, lambda indices: list(decode(set(indices))), lambda: size)

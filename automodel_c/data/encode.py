@@ -51,6 +51,28 @@ def encode_conversation(messages, images, processor, clips=()):
     }
 
 
+def conversation_size(messages, images, processor, clips=()):
+    """(tokens, patches) of what `encode_conversation` makes of a conversation, from the sizes of its media alone.
+
+    images: (height, width) of each. clips: (frames, height, width, seconds) of each, as clips.clip_shape tells.
+    """
+    check_messages(messages)
+    _check_count("images", "image", messages, images)
+    _check_count("clips", "video", messages, clips)
+    grids = [processor.image_grid(*size) for size in images]
+    clip_grids = [processor.video_grid(*clip[:3]) for clip in clips]
+    expanded = {
+        processor.image_token_id: [len(processor.image_tokens(grid)) for grid in grids],
+        processor.video_token_id: [
+            len(processor.video_tokens(grid, clip[3])) for grid, clip in zip(clip_grids, clips, strict=True)
+        ],
+    }
+    ids, _ = _tokens(messages, processor)
+    _check_placeholders(ids, expanded, processor)
+    tokens = len(ids) + sum(sum(lengths) - len(lengths) for lengths in expanded.values())
+    return tokens - 1, sum(t * h * w for t, h, w in grids + clip_grids)
+
+
 def check_messages(messages):
     """ValueError, TypeError or KeyError where `messages` is no conversation of texts, images and videos that somebody
     answers.
@@ -115,13 +137,17 @@ def _end_of_turn(ids, start, eos_token_id):
     return len(ids)
 
 
-def _expand_media(ids, is_label, expanded, processor):
-    """(ids int64 [L], is_label bool [L]) with each placeholder replaced: `expanded` has, for the placeholder of a kind,
-    the tokens of each medium in order."""
+def _check_placeholders(ids, expanded, processor):
     for token, name in ((processor.image_token_id, "image"), (processor.video_token_id, "video")):
         found, given = ids.count(token), len(expanded[token])
         if found != given:
             raise ValueError(f"encode_conversation: the text holds {found} {name} placeholders, {name}s are {given}")
+
+
+def _expand_media(ids, is_label, expanded, processor):
+    """(ids int64 [L], is_label bool [L]) with each placeholder replaced: `expanded` has, for the placeholder of a kind,
+    the tokens of each medium in order."""
+    _check_placeholders(ids, expanded, processor)
     media = {token: iter(tokens) for token, tokens in expanded.items()}
     whole, whole_is_label = [], []
     for token, labelled in zip(ids, is_label, strict=True):

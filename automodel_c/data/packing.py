@@ -4,7 +4,10 @@ import heapq
 import warnings
 
 import torch
-from torch.utils.data import Dataset
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
+
+from .records import BadSample
 
 
 def knapsack(lengths, capacity):
@@ -66,36 +69,43 @@ def build_pack(samples):
 class PackedDataset(Dataset):
     """Packs of a data set's samples, decided once from their lengths; an element is a `build_pack`.
 
-    dataset: elements as of data.encode.encode_conversation. pack_size: tokens of a pack; int(pack_size *
-    packing_ratio) of them are filled. max_length: tokens of a sample, None for as many as are filled; a longer one is
-    dropped with drop_long_samples, else ValueError. max_packs: the first so many. balance_media_tokens: packs in the
-    order of their patches, so that neighbouring steps cost alike.
+    dataset: elements as of data.encode.encode_conversation; its `size(i)`, where it has one, tells (tokens, patches) of
+    an element without making it. pack_size: tokens of a pack; int(pack_size * packing_ratio) of them are filled.
+    max_length: tokens of a sample, None for as many as are filled; a longer one is dropped with drop_long_samples, else
+    ValueError. max_packs: the first so many. balance_media_tokens: packs in the order of their patches, so that
+    neighbouring steps cost alike. workers: processes that measure. group: None, or a process group whose ranks measure
+    a part each and tell the others; all of them make the same packs.
     """
 
     def __init__(
         self, dataset, *, pack_size, packing_ratio=1.0, max_length=None, drop_long_samples=False,
-        balance_media_tokens=False, max_packs=None,
+        balance_media_tokens=False, max_packs=None, workers=0, group=None,
     ):  # fmt: skip
         self.dataset = dataset
-        capacity = int(pack_size * packing_ratio)
-        limit = capacity if max_length is None else min(capacity, max_length)
-        samples = [dataset[i] for i in range(len(dataset))]
-        lengths = [sample["input_ids"].numel() for sample in samples]
-        kept = [i for i, n in enumerate(lengths) if n <= limit]
-        if len(kept) < len(lengths) and not drop_long_samples:
-            index = next(i for i, n in enumerate(lengths) if n > limit)
+        self.capacity = int(pack_size * packing_ratio)
+        limit = self.capacity if max_length is None else min(self.capacity, max_length)
+        sizes = measure(dataset, workers, group)
+        self.bad = [found for found in sizes if isinstance(found, str)]
+        known = [i for i, found in enumerate(sizes) if not isinstance(found, str)]
+        kept = [i for i in known if sizes[i][0] <= limit]
+        self.dropped = len(known) - len(kept)
+        if self.bad and not getattr(dataset, "skip_bad", False):
+            raise BadSample(self.bad[0])
+        if self.dropped and not drop_long_samples:
+            index = next(i for i in known if sizes[i][0] > limit)
             raise ValueError(
-                f"packed_sequence: sample {index} has {lengths[index]} tokens, a pack takes {limit}"
+                f"packed_sequence: sample {index} has {sizes[index][0]} tokens, a pack takes {limit}"
                 " (drop_long_samples drops such)"
             )
         if not kept:
-            raise ValueError(f"packed_sequence: every sample is longer than {limit} tokens")
-        self.packs = [[kept[i] for i in bin] for bin in knapsack([lengths[i] for i in kept], capacity)]
+            raise ValueError(f"packed_sequence: every sample is longer than {limit} tokens, or cannot be read")
+        self.packs = [[kept[i] for i in bin] for bin in knapsack([sizes[i][0] for i in kept], self.capacity)]
+        patches = [sum(sizes[i][1] for i in pack) for pack in self.packs]
         if balance_media_tokens:
-            self.packs.sort(key=lambda pack: sum(_patches(samples[i]) for i in pack))
-        self.packs = self.packs[:max_packs]
-        self.tokens = sum(lengths[i] for pack in self.packs for i in pack)
-        self.capacity = capacity
+            order = sorted(range(len(self.packs)), key=patches.__getitem__)
+            self.packs, patches = [self.packs[i] for i in order], [patches[i] for i in order]
+        self.packs, self.patches = self.packs[:max_packs], patches[:max_packs]
+        self.tokens = sum(sizes[i][0] for pack in self.packs for i in pack)
 
     def __len__(self):
         return len(self.packs)
@@ -113,12 +123,61 @@ class PackedDataset(Dataset):
         """Share of the packs' capacity that holds tokens."""
         return self.tokens / (self.capacity * len(self.packs))
 
+    def describe(self):
+        """A line for people: how many packs, how full, of how many documents and patches, and what was left out."""
+        documents, n = sum(map(len, self.packs)), len(self.packs)
+        line = (
+            f"{n:,} packs of {self.capacity:,} tokens, {self.fill:.1%} full, of {documents / n:.1f} documents and"
+            f" {sum(self.patches) / n:,.0f} patches each (at most {max(self.patches):,})"
+        )
+        line += f"; {self.dropped:,} samples too long" if self.dropped else ""
+        return line + (f"; {len(self.bad):,} bad samples, first {self.bad[0]}" if self.bad else "")
 
-def _patches(sample):
-    return sum(len(sample[key]) for key in ("pixel_values", "pixel_values_videos") if key in sample)
+
+def measure(dataset, workers=0, group=None):
+    """Of every element (tokens, patches), or why there is none, in words; in `workers` processes of each rank of
+    `group`, which measures a part."""
+    ranks = 1 if group is None else group.size()
+    rank = 0 if group is None else group.rank()
+    share = range(len(dataset) * rank // ranks, len(dataset) * (rank + 1) // ranks)
+    sizes = [size for batch in _batches(dataset, share, workers) for size in batch]
+    if ranks == 1:
+        return sizes
+    parts = [None] * ranks
+    dist.all_gather_object(parts, sizes, group=group)
+    return [size for part in parts for size in part]
 
 
-def build_packs(dataset, section, *, shuffle):
+def _batches(dataset, share, workers):
+    measured = _Measured(dataset, share)
+    if len(share) < 2 * workers:
+        workers = 0
+    return DataLoader(measured, batch_size=64, num_workers=workers, collate_fn=list, generator=torch.Generator())
+
+
+class _Measured(Dataset):
+    def __init__(self, dataset, share):
+        self.dataset, self.share = dataset, share
+
+    def __len__(self):
+        return len(self.share)
+
+    def __getitem__(self, index):
+        try:
+            return _size(self.dataset, self.share[index])
+        except BadSample as error:
+            return str(error)
+
+
+def _size(dataset, index):
+    if hasattr(dataset, "size"):
+        return dataset.size(index)
+    sample = dataset[index]
+    patches = sum(len(sample[key]) for key in ("pixel_values", "pixel_values_videos") if key in sample)
+    return sample["input_ids"].numel(), patches
+
+
+def build_packs(dataset, section, *, shuffle, workers=0, group=None):
     """`dataset` as it is, or a PackedDataset where a schema.PackedSequence section is enabled."""
     if not section.enabled:
         return dataset
@@ -139,4 +198,6 @@ def build_packs(dataset, section, *, shuffle):
         drop_long_samples=section.drop_long_samples,
         balance_media_tokens=section.balance_media_tokens,
         max_packs=section.max_packs,
+        workers=workers,
+        group=group,
     )

@@ -3,6 +3,7 @@
 import torch
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoImageProcessor, AutoTokenizer, Qwen2VLImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 
 from ..data.positions import IMAGE
@@ -75,6 +76,19 @@ class Processor:
     def video_patches(self, clips):
         """data.clips.Clip objects -> (pixel_values_videos fp32 [patches, C*T*P*P], video_grid_thw int64 [n, 3])."""
         return self.video_processor([clip.frames for clip in clips])
+
+    def image_grid(self, height, width):
+        """[1, h, w] patches of an image of so many pixels."""
+        p = self.image_processor
+        bounds = {"min_pixels": p.size["shortest_edge"], "max_pixels": p.size["longest_edge"]}
+        rows, columns = smart_resize(height, width, factor=p.patch_size * p.merge_size, **bounds)
+        return [1, rows // p.patch_size, columns // p.patch_size]
+
+    def video_grid(self, frames, height, width):
+        """[t, h, w] patches of so many seen frames."""
+        p = self.video_processor
+        rows, columns = p.frame_size(frames, height, width)
+        return [-(-frames // p.temporal_patch_size), rows // p.patch_size, columns // p.patch_size]
 
     def image_tokens(self, grid):
         """Token ids (a list) that an image's placeholder stands for."""

@@ -149,7 +149,10 @@ def _build_data(recipe, processor, runtime):
             prepare_data(resolve("dataset", section._target_), section)
     dist.barrier()
     built = [build_dataset(section, processor, recipe.seed) for section in sections]
-    train_set = build_packs(built[0], recipe.packed_sequence, shuffle=recipe.dataloader.shuffle)
+    train_set = build_packs(
+        built[0], recipe.packed_sequence, shuffle=recipe.dataloader.shuffle, workers=recipe.dataloader.num_workers,
+        group=dist.group.WORLD,
+    )  # fmt: skip
     return train_set, built[1] if len(built) > 1 else None
 
 
@@ -195,6 +198,8 @@ def _sampler(recipe, samples, runtime, first_step):
 def fit(run):
     """Trains a Run to its last step and writes its output. Returns the last Evaluation, None without held-out data."""
     _say(run, describe(run))
+    if isinstance(run.dataset, PackedDataset):
+        _say(run, run.dataset.describe())
     logs = _open_logs(run)
     if run.recipe.step_scheduler.gc_every_steps:
         gc.disable()

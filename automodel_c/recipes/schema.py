@@ -205,6 +205,7 @@ class Dataset:
     shuffle_images: bool = False  # deal the images to the wrong prompts: what is left without sight
     limit: int | None = None  # the first so many samples
     cache: bool = False  # keep prepared samples in memory
+    skip_bad_samples: bool = False  # what cannot be read or encoded is named and left out; False: it is an error
 
 
 @dataclass

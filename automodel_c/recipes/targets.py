@@ -29,7 +29,7 @@ TARGETS = {
         "FusedLinearCrossEntropy": "fused_linear",
         "nemo_automodel.components.loss.linear_ce.FusedLinearCrossEntropy": "fused_linear",
     },
-    "dataset": {"make_chat_jsonl_dataset": "chat_jsonl", "make_digits_dataset": "digits"},
+    "dataset": {"make_chat_jsonl_dataset": "chat", "make_digits_dataset": "digits"},
     "dataloader": {
         "StatefulDataLoader": "stateful",
         "torchdata.stateful_dataloader.StatefulDataLoader": "stateful",

@@ -95,7 +95,7 @@ def test_plan_explains_a_pack(capsys):
         ("distributed.dp_size=4", "distributed.dp_size=4, but 1 ranks were started"),
         ("distributed.cp_size=2", "distributed.cp_size=2, but 1 ranks were started: no multiple of it"),
         ("checkpoint.restore_from=runs/nowhere", "checkpoint.restore_from='runs/nowhere': expected a folder"),
-        ("dataset.split=tests", "no file .*tests.jsonl"),
+        ("dataset.split=tests", "no JSONL, Parquet or Arrow file of split 'tests'"),
         ("model.config.text_config.hiden_size=8", "text_config.hiden_size; .*text_config.hidden_size"),
         ("model.config.text_config.vocab_size=8", "vocab_size=8: the tokenizer has"),
         ("model.config.text_config=5", "model.config.text_config: expected a mapping, found 5"),

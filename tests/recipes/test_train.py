@@ -69,7 +69,8 @@ def test_train_names_the_rank_that_failed(digits_folder, tiny, tmp_path):
     overrides = (*tiny, *data_at(tmp_path / "digits"), apart, "loss_fn._target_=MaskedCrossEntropy")
     done = run_cli("train", DIGITS, "--nproc", "2", *overrides, f"output_dir={tmp_path}/run")
     assert done.returncode == 1, done.stderr
-    assert f"RankFailure: rank 1 failed: UnidentifiedImageError: cannot identify image file '{tmp_path}" in done.stderr
+    where = f"{path}, line {index + 1}"
+    assert f"RankFailure: rank 1 failed: BadSample: {where}: UnidentifiedImageError: cannot identify" in done.stderr
     assert time.monotonic() - began < 120, "start, one step and the failure"
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from PIL import Image
 
-from automodel_c.data.chat_jsonl import ChatJsonlDataset
+from automodel_c.data.chat import ChatDataset
 
 
 @pytest.fixture
@@ -25,10 +25,10 @@ def _greys(dataset):
     return [float(dataset[i]["pixel_values"][0, 0]) for i in range(len(dataset))]
 
 
-def test_chat_jsonl(written, processor):
-    dataset = ChatJsonlDataset(written, processor)
+def test_every_line(written, processor):
+    dataset = ChatDataset(written, processor)
     assert len(dataset) == 8 and _greys(dataset) == sorted(_greys(dataset))
-    assert len(ChatJsonlDataset(written, processor, limit=3)) == 3
+    assert len(ChatDataset(written, processor, limit=3)) == 3
 
 
 @pytest.fixture
@@ -45,8 +45,8 @@ def with_clips(written):
     return written
 
 
-def test_chat_jsonl_of_videos(with_clips, processor):
-    dataset = ChatJsonlDataset(with_clips, processor)
+def test_of_videos(with_clips, processor):
+    dataset = ChatDataset(with_clips, processor)
     greys = {i: dataset[i]["pixel_values"][0] for i in range(8)}
     for i in range(4):
         sample = dataset[8 + i]
@@ -55,34 +55,35 @@ def test_chat_jsonl_of_videos(with_clips, processor):
         assert torch.equal(first[0], greys[i]) and torch.equal(second[0], greys[i + 4]), "a frame is as an image"
 
 
-def test_chat_jsonl_shuffle_deals_videos_among_videos(with_clips, processor):
-    plain = ChatJsonlDataset(with_clips, processor)
-    dealt = ChatJsonlDataset(with_clips, processor, shuffle_images=True, seed=3)
-    clips = [[part["video"] for parts in dataset.videos for part in parts] for dataset in (plain, dealt)]
+def test_shuffle_deals_videos_among_videos(with_clips, processor):
+    plain = ChatDataset(with_clips, processor)
+    dealt = ChatDataset(with_clips, processor, shuffle_images=True, seed=3)
+    videos = [conversation.videos for conversation in plain.records]
+    clips = [[part["video"] for parts in whose for part in parts] for whose in (videos, dealt.videos)]
     assert clips[0] != clips[1] and sorted(clips[0]) == sorted(clips[1])
-    assert [len(parts) for parts in dealt.videos] == [len(parts) for parts in plain.videos] == [0] * 8 + [1] * 4
+    assert [len(parts) for parts in dealt.videos] == [len(parts) for parts in videos] == [0] * 8 + [1] * 4
 
 
-def test_chat_jsonl_cache(written, processor):
-    dataset = ChatJsonlDataset(written, processor, cache=True)
+def test_cache(written, processor):
+    dataset = ChatDataset(written, processor, cache=True)
     assert dataset[2] is dataset[2]
 
 
-def test_chat_jsonl_shuffle_images(written, processor):
-    plain = ChatJsonlDataset(written, processor)
-    dealt = ChatJsonlDataset(written, processor, shuffle_images=True, seed=1)
-    again = ChatJsonlDataset(written, processor, shuffle_images=True, seed=1)
+def test_shuffle_images(written, processor):
+    plain = ChatDataset(written, processor)
+    dealt = ChatDataset(written, processor, shuffle_images=True, seed=1)
+    again = ChatDataset(written, processor, shuffle_images=True, seed=1)
     assert _greys(dealt) == _greys(again) != _greys(plain)
     assert sorted(_greys(dealt)) == _greys(plain), "every image is dealt once"
     assert all(torch.equal(dealt[i]["labels"], plain[i]["labels"]) for i in range(8)), "answers stay"
 
 
 @pytest.mark.parametrize("line", ["{", "{}", '{"messages": [{}]}', '{"messages": 3}'])
-def test_chat_jsonl_bad_line(written, processor, line):
+def test_bad_line(written, processor, line):
     with open(written, "a") as file:
         file.write(line + "\n")
     with pytest.raises(ValueError, match="line 9: not a conversation"):
-        ChatJsonlDataset(written, processor)
+        ChatDataset(written, processor)
 
 
 def _turn(role, content):
@@ -112,9 +113,9 @@ def _turn(role, content):
         ([_turn("assistant", "5")], "nothing before the first assistant turn"),
     ],
 )
-def test_chat_jsonl_says_what_is_wrong_with_a_line(written, processor, messages, words):
+def test_says_what_is_wrong_with_a_line(written, processor, messages, words):
     """Nothing is left out in silence, and nothing waits for the step that reads the line."""
     with open(written, "a") as file:
         file.write(json.dumps({"messages": messages}) + "\n")
     with pytest.raises(ValueError, match=f"line 9: not a conversation .*{words}"):
-        ChatJsonlDataset(written, processor)
+        ChatDataset(written, processor)

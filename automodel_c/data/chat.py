@@ -1,0 +1,107 @@
+"""Conversations with images and videos, encoded one by one."""
+
+import io
+import warnings
+
+import torch
+from PIL import Image
+from torch.utils.data import Dataset
+
+from .clips import clip_shape, read_clip
+from .encode import conversation_size, encode_conversation
+from .records import BadSample, open_records
+
+
+class ChatDataset(Dataset):
+    """One encoded conversation a record of records.open_records; see encode.encode_conversation for what an element
+    holds.
+
+    path: a file or a folder; names in it are relative to the folder. shuffle_images deals all images out again, and
+    all videos, in an order drawn from `seed`, so that questions keep their answers and lose what they are about. limit
+    keeps the first so many. cache keeps encoded conversations in memory. What cannot be read or encoded raises
+    BadSample with its file and line; with skip_bad it is told in a warning, and a sample of one token without a label
+    stands for it.
+    """
+
+    def __init__(
+        self, path, processor, *, split="train", shuffle_images=False, limit=None, cache=False, seed=0, skip_bad=False
+    ):
+        self.records = open_records(path, split, skip_bad=skip_bad)
+        self.processor, self.skip_bad = processor, skip_bad
+        self.count = len(self.records) if limit is None else min(limit, len(self.records))
+        self.images = self.videos = None  # dealt anew
+        if shuffle_images:
+            dealt = [self.records[i] for i in range(self.count)]
+            self.images = _deal([conversation.images for conversation in dealt], seed)
+            self.videos = _deal([conversation.videos for conversation in dealt], seed)
+        self.cache = {} if cache else None
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        if self.cache is not None and index in self.cache:
+            return self.cache[index]
+        try:
+            sample = self._encoded(index)
+        except BadSample as error:
+            if not self.skip_bad:
+                raise
+            warnings.warn(f"left out: {error}", stacklevel=2)
+            sample = self.processor.dummy_sample()
+        if self.cache is not None:
+            self.cache[index] = sample
+        return sample
+
+    def size(self, index):
+        """(tokens, patches) of an element, without reading a pixel. BadSample where that alone fails."""
+        with _named(self.records, index):
+            messages, images, videos = self._conversation(index)
+            sizes = []
+            for name in images:
+                with self._open(name) as image:
+                    sizes.append((image.height, image.width))
+            shapes = [clip_shape(part, self.records.folder, self.processor.video_processor) for part in videos]
+            return conversation_size(messages, sizes, self.processor, shapes)
+
+    def _encoded(self, index):
+        with _named(self.records, index):
+            messages, names, videos = self._conversation(index)
+            images = []
+            for name in names:
+                with self._open(name) as image:
+                    images.append(image.convert("RGB"))
+            clips = [read_clip(part, self.records.folder, self.processor.video_processor) for part in videos]
+            return encode_conversation(messages, images, self.processor, clips)
+
+    def _conversation(self, index):
+        messages, images, videos = self.records[index]
+        if self.images is not None:
+            images, videos = self.images[index], self.videos[index]
+        return messages, images, videos
+
+    def _open(self, image):
+        return Image.open(io.BytesIO(image) if isinstance(image, bytes) else self.records.folder / image)
+
+
+class _named:
+    """Whatever goes wrong inside is a BadSample that says where."""
+
+    def __init__(self, records, index):
+        self.records, self.index = records, index
+
+    def __enter__(self):
+        pass
+
+    def __exit__(self, kind, error, trace):
+        if isinstance(error, BadSample) or not isinstance(error, Exception) or isinstance(error, RuntimeError):
+            return  # a RuntimeError is a library that is not there
+        raise BadSample(f"{self.records.where(self.index)}: {type(error).__name__}: {error}") from error
+
+
+def _deal(media, seed):
+    """The same number of media for every conversation, but in another order."""
+    flat = [name for names in media for name in names]
+    order = torch.randperm(len(flat), generator=torch.Generator().manual_seed(seed)).tolist()
+    dealt = iter([flat[i] for i in order])
+    return [[next(dealt) for _ in names] for names in media]
