@@ -34,7 +34,9 @@ rate); the same bits every time, which FA3's are not. TFLOP/s at head dim 256 on
                                                          448, 320 with arrivals that order none, 483, 444, 337 without
                                                          pairs in the same run; 447 for 426 on 128K: kept where
                                                          many rows see a key (`pairs_pay`)
-dq runs at 790 TFLOP/s on 8K, dk and dv at 525 to 550: that pass is the one to change.
+dq runs at 790 TFLOP/s on 8K, dk and dv at 525 to 550: that pass is the one to change. Keeping K's and V's columns as
+left operands in registers would take 28 of 288 KiB off shared memory; beyond 16 of 256 columns the 232 registers spill,
+and so they do with P handed over in 16 bits: compiled, not timed.
 """
 
 import argparse
