@@ -107,12 +107,14 @@ def plain(x, *tensors):
     return torch.cat(parts)
 
 
-def peers_of(backward):
+def peers_of(backward, wanted):
     """{name: (version, function)} and the reasons for those that are missing."""
     os.environ.update(FLA_FLASH_QLA="0", FLA_TILELANG="1")  # fla takes FlashQLA by itself where it is installed
     found, missing = {}, {}
     small = Inputs([130], log_sigmoid_gates)
     for name, package, function in (("fla", "fla-core", fla), ("flashqla", "flash-qla", flashqla)):
+        if name not in wanted:
+            continue
         try:
             out = function(small)
             if backward:
@@ -192,6 +194,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--shape", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--passes", nargs="+", choices=["fwd", "bwd"], default=["fwd", "bwd"])
+    parser.add_argument("--peers", nargs="*", choices=["fla", "flashqla"], default=["fla", "flashqla"])
     parser.add_argument("--json", help="write here; a whole green run goes to benchmarks/results/h200 by itself")
     parser.add_argument("--commit", help="what was measured, where there is no git")
     options = parser.parse_args()
@@ -201,7 +204,7 @@ def main():
     torch.manual_seed(0)
     rows = []
     for backward in (direction == "bwd" for direction in options.passes):
-        found, missing = peers_of(backward)
+        found, missing = peers_of(backward, options.peers)
         numbers = gate({"ours": ours, **({key: f for key, (_, f) in found.items()} if backward else {})})
         rows += [row(name, backward, found, missing, numbers) for name in options.shape]
     if options.json or (options.shape == list(SHAPES) and len(options.passes) == 2):

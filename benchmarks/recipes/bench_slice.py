@@ -260,19 +260,26 @@ def between(a, b):
 
 
 def by_kind(step):
-    """Milliseconds of a step's kernels by KINDS, and those of the longest by name."""
+    """Milliseconds of a step's kernels by KINDS, and those of the longest by name; how often the host waited or a copy
+    went to it, by the call's name."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as made:
         step()
-        torch.cuda.synchronize()
-    kinds, longest = {}, []
+        torch.cuda.current_stream().query()
+    kinds, longest, waits = {}, [], {}
     for event in made.key_averages():
+        if re.search(r"Synchronize|DtoH", event.key):
+            waits[event.key] = event.count - (event.key == "cudaDeviceSynchronize")  # the profiler's own, at its end
         ms = event.self_device_time_total / 1e3
         kind = next((k for k, pattern in KINDS.items() if re.search(pattern, event.key)), "other")
         kinds[kind] = kinds.get(kind, 0.0) + ms
         longest.append((round(ms, 3), event.key[:120]))
-    return {"kinds": dict(sorted(kinds.items(), key=lambda k: -k[1])), "longest": sorted(longest, reverse=True)[:24]}
+    return {
+        "kinds": dict(sorted(kinds.items(), key=lambda k: -k[1])),
+        "longest": sorted(longest, reverse=True)[:24],
+        "waits": {key: count for key, count in waits.items() if count},
+    }
 
 
 def gate(tiny, device):
@@ -340,9 +347,18 @@ def variants(options):
     long, heavy = ([48], [24, 3, 21]) if options.tiny else ([16384], heavy_tailed(32768))
     best = "sdpa" if options.tiny else "flash_attention_3"
     experts = "eager" if options.tiny else "grouped_mm"
-    for shape, lengths, head in (("16K", long, False), ("32K heavy", heavy, False), ("16K head", long, True)):
+    larger = [24, 3, 60] if options.tiny else heavy_tailed(131072)
+    shapes = [
+        ("16K", long, False),
+        ("32K heavy", heavy, False),
+        ("16K head", long, True),
+        ("128K heavy", larger, False),
+    ]
+    for shape, lengths, head in shapes:
         packed = len(lengths) > 1
         yield "ours", shape, our_model, {}, lengths, head, {}
+        if shape == "128K heavy":  # for itself: that it fits
+            return
         for name, flash_qla in (("transformers, FA3, FLA", "0"), ("transformers, FA3, FlashQLA", "1")):
             if packed or not options.tiny:
                 more = {"attention": best, "experts": experts, "liger": head and not options.tiny, "packed": packed}
@@ -421,6 +437,8 @@ def row(options, mesh, device, name, shape, make, how, lengths, head, environmen
     print(f"{name:30s} {shape:10s} {rate}  peak {found['peak_gib']:.1f} GiB  {words}  {went}", flush=True)
     for kind, value in (kinds.get("kinds") or {}).items():
         print(f"    {kind:24s} {value:8.2f} ms", flush=True)
+    if kinds:
+        print(f"    waits and copies to the host: {kinds['waits'] or 'none'}", flush=True)
     return found
 
 
