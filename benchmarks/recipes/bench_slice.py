@@ -266,7 +266,6 @@ def by_kind(step):
 
     with profile(activities=[ProfilerActivity.CUDA]) as made:
         step()
-        torch.cuda.current_stream().query()
     kinds, longest, waits = {}, [], {}
     for event in made.key_averages():
         if re.search(r"Synchronize|DtoH", event.key):
