@@ -20,6 +20,7 @@ all, is 2.8 ms by itself at memory's rate.
 """
 
 import argparse
+import inspect
 import itertools
 import os
 import sys
@@ -95,9 +96,10 @@ def flashqla(x, *tensors):
 
 
 def plain(x, *tensors):
-    """transformers' fallback document by document."""
-    from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule as fallback
+    """transformers' fallback document by document, itself and not what stands in for it where fla is installed."""
+    from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
+    fallback = inspect.unwrap(torch_chunk_gated_delta_rule)
     q, k, *rest = tensors
     rows = [t.repeat_interleave(HEADS // KEY_HEADS, 1) for t in (q, k)] + rest
     parts = [
