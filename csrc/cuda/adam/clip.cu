@@ -18,8 +18,8 @@ namespace
 {
 
 constexpr int kThreads = 256, kUnroll = 4;
-constexpr int kTile = 8192;   /* elements of a scaling block */
-constexpr int kChunk = 16384; /* of the sum: block b takes chunks b, b + AM_SUMSQ_PARTS, .. of a launch's line */
+constexpr int64_t kTile = 8192; /* elements that a scaling block takes at a time */
+constexpr int kChunk = 16384;   /* of the sum: block b takes chunks b, b + AM_SUMSQ_PARTS, .. of a launch's line */
 constexpr int kTensors = 1024;
 
 struct Row {
@@ -173,17 +173,18 @@ __global__ void __launch_bounds__(kThreads) clip_scale_kernel(const __grid_const
     const double f = *factor;
     if (f == 1.0)
         return;
-    const int64_t begin = static_cast<int64_t>(blockIdx.x) * kTile;
-    const int64_t end = t.total - begin > kTile ? begin + kTile : t.total;
-    for (int64_t at = begin; at < end;) {
-        const int row = row_at(t, at);
-        const Row &r = t.rows[row];
-        const int64_t stop = end_of(t, row) < end ? end_of(t, row) : end;
-        if (r.bf16)
-            scale_elements<__nv_bfloat16>(r, at - r.begin, stop - r.begin, f);
-        else
-            scale_elements<float>(r, at - r.begin, stop - r.begin, f);
-        at = stop;
+    for (int64_t begin = blockIdx.x * kTile; begin < t.total; begin += gridDim.x * kTile) {
+        const int64_t end = t.total - begin > kTile ? begin + kTile : t.total;
+        for (int64_t at = begin; at < end;) {
+            const int row = row_at(t, at);
+            const Row &r = t.rows[row];
+            const int64_t stop = end_of(t, row) < end ? end_of(t, row) : end;
+            if (r.bf16)
+                scale_elements<__nv_bfloat16>(r, at - r.begin, stop - r.begin, f);
+            else
+                scale_elements<float>(r, at - r.begin, stop - r.begin, f);
+            at = stop;
+        }
     }
 }
 
@@ -221,14 +222,14 @@ am_status sumsq(const am_grad_sumsq_args *a, cudaStream_t stream)
 am_status scale(const am_scale_args *a, cudaStream_t stream)
 {
     Table t;
+    int processors = 0;
+    AM_TRY(multiprocessors(&processors));
     for (int64_t at = 0; at < a->tensors.n;) {
         fill(t, a->tensors, &at);
-        const int64_t tiles = (t.total + kTile - 1) / kTile;
-        AM_CHECK(tiles <= INT32_MAX, AM_ERR_UNSUPPORTED, "scale_: %lld elements in one launch, CUDA takes up to %lld",
-                 (long long)t.total, (long long)INT32_MAX * kTile);
+        const int64_t tiles = (t.total + kTile - 1) / kTile, most = 8 * processors; /* few, for most factors are 1 */
         if (tiles == 0)
             continue;
-        clip_scale_kernel<<<static_cast<unsigned>(tiles), kThreads, 0, stream>>>(
+        clip_scale_kernel<<<static_cast<unsigned>(tiles < most ? tiles : most), kThreads, 0, stream>>>(
             t, static_cast<const double *>(a->factor.data));
         AM_CUDA_LAUNCHED();
     }
