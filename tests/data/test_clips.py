@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from automodel_c.data.clips import check_clip_part, read_clip
+from automodel_c.data.clips import check_clip_part, clip_shape, read_clip
 
 
 @pytest.fixture
@@ -82,6 +82,7 @@ def test_read_clip_of_a_film(tmp_path, frames, video):
         container.mux(stream.encode())
     clip = read_clip({"video": "a.mp4"}, tmp_path, video)
     assert greys(clip) == [0, 3, 6, 9] and clip.seconds == [0.3, 1.5]
+    assert clip_shape({"video": "a.mp4"}, tmp_path, video) == (4, 32, 48, clip.seconds)
 
 
 def test_read_clip_of_a_film_says_what_to_install(tmp_path, video, monkeypatch):
