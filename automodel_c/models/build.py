@@ -71,8 +71,8 @@ def build_model(section, processor_section, how, processor_how, *, cp=None, fram
 
     how, processor_how: what their `_target_` means. section.operators: "automodel_c" is our own definition, "patched"
     transformers' on our operators, "transformers" transformers' as it comes. cp, frame_sharding, ep_group: as
-    qwen3_5.load takes them, for our own. Weights from configuration are drawn from torch's generator, so ranks that
-    seed alike start alike. The model is on the CPU in fp32: what FSDP2 shards are the masters.
+    qwen3_5.load takes them, for our own, which is on the meta device: `materialise` gives it its weights once it is
+    sharded. transformers' is on the CPU. Either is fp32: what FSDP2 shards are the masters.
     ValueError where the ranks of ep_group do not divide the experts.
     """
     processor = _processor(section, processor_section, how, processor_how)
@@ -100,9 +100,19 @@ def _check_experts(config, ep_group):
 
 
 def _own(folder, config, **options):
-    if folder is None:
-        return qwen3_5.load(config, dtype=torch.float32, **options)
-    return qwen3_5.load(folder, config=config, dtype=torch.float32, **options)
+    options |= {"dtype": torch.float32, "device": "meta"}
+    return qwen3_5.load(config, **options) if folder is None else qwen3_5.load(folder, config=config, **options)
+
+
+def materialise(model, device, *, weights=True):
+    """Gives a model of `build_model` its weights on `device`, or memory alone, where it has none yet.
+
+    Drawn from torch's generator: ranks that seed alike start alike. Read: each rank its own parts. See
+    qwen3_5.materialise.
+    """
+    if isinstance(model, qwen3_5.Qwen3_5):
+        qwen3_5.materialise(model, device, weights=weights)
+    return model
 
 
 def _transformers(folder, config, attn_implementation):

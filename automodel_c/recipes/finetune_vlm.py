@@ -13,7 +13,8 @@ from transformers.utils import logging as transformers_logging
 from ..data.build import build_dataset, prepare_data
 from ..data.packing import PackedDataset, build_packs
 from ..data.sampler import GlobalBatchSampler, check_batch_sizes
-from ..models.build import as_dtype, build_model, freeze
+from ..models import qwen3_5
+from ..models.build import as_dtype, build_model, freeze, materialise
 from ..models.export import export_hf
 from ..models.parallelize import parallelize_qwen3_5
 from ..parallel import ContextParallel
@@ -104,13 +105,14 @@ def build(recipe, runtime):
         ep_group=runtime.ep_group,
     )
     dataset, held_out = _build_data(recipe, processor, runtime)
-    model = _shard(recipe, model.to(runtime.device), runtime)
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    if not trainable:
+    model = _shard(recipe, model, runtime)
+    if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("freeze_config freezes every parameter")
-    optimizer = parts.build_optimizer(trainable, recipe.optimizer)
-    seed_training(recipe, runtime.rank)
     restored = recipe.checkpoint.restore_from
+    seed_model(recipe)
+    materialise(model, runtime.device, weights=not restored)
+    optimizer = parts.build_optimizer([p for p in model.parameters() if p.requires_grad], recipe.optimizer)
+    seed_training(recipe, runtime.rank)
     order = data_order(recipe, len(dataset))
     first_step = load_checkpoint(restored, model, optimizer, runtime, data=order) if restored else 0
     sampler = _sampler(recipe, len(dataset), runtime, first_step)
@@ -158,6 +160,8 @@ def _build_data(recipe, processor, runtime):
 
 def _shard(recipe, model, runtime):
     freeze(model, recipe.freeze_config)
+    if not isinstance(model, qwen3_5.Qwen3_5):
+        model = model.to(runtime.device)
     section = recipe.distributed
     model = parallelize_qwen3_5(
         model,

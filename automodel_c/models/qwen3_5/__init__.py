@@ -7,6 +7,6 @@ Needs torch and safetensors; configurations and checkpoints are transformers' wi
 """
 
 from .config import CONFIGS, Config, read_config
-from .model import Qwen3_5, load
+from .model import Qwen3_5, load, materialise
 
-__all__ = ["CONFIGS", "Config", "Qwen3_5", "load", "read_config"]
+__all__ = ["CONFIGS", "Config", "Qwen3_5", "load", "materialise", "read_config"]

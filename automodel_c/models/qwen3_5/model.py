@@ -38,7 +38,8 @@ def load(
             generator.
         dtype: torch.float32 or torch.bfloat16; None is what the configuration names, else float32. A_log and dt_bias
             are float32 in any case.
-        device: "meta" makes a model without memory, of a directory too.
+        device: "meta" makes a model without memory, of a directory too; `materialise` gives it memory and weights, when
+            it has been sharded or before.
         activation_checkpointing: True or "full" makes the activations inside each decoder layer and vision block
             again in backward; no bit changes.
         aux_loss: None adds transformers' auxiliary loss where the configuration's output_router_logits asks for it;
@@ -93,9 +94,10 @@ class Qwen3_5(nn.Module):
 
     Attributes: config; model.language_model, model.visual, lm_head; mtp, or None where there is none (set it to None
     to train without); aux_loss and cp, as in `load`; ep, the ranks that share the experts; frame_sharding, a
-    `FrameSharding`; aux_share, by which the auxiliary loss is multiplied where it is added: a step of several batches
-    gives each its share of the average; loss_extra_bytes, what the loss may hold beyond its gradients on CUDA, None for
-    as much as a float32 gradient of lm_head, which its reduction takes later anyway: logits that fit are made once.
+    `FrameSharding`; folder, the directory that it was loaded from, or None, and bytes_read, how much of it this rank
+    read; aux_share, by which the auxiliary loss is multiplied where it is added: a step of several batches gives each
+    its share of the average; loss_extra_bytes, what the loss may hold beyond its gradients on CUDA, None for as much as
+    a float32 gradient of lm_head, which its reduction takes later anyway: logits that fit are made once.
     """
 
     def __init__(self, config):
@@ -104,6 +106,7 @@ class Qwen3_5(nn.Module):
         self.aux_loss, self.cp, self.frame_sharding = None, None, FrameSharding()
         self.aux_share = 1.0
         self.loss_extra_bytes = None
+        self.folder, self.bytes_read = None, 0
         self.model = nn.Module()
         self.model.language_model = TextModel(config.text)
         self.model.visual = VisionModel(config.vision)
@@ -247,9 +250,28 @@ def _build(config, folder, dtype, device, ep):
     if not meta:
         model.to_empty(device=device or "cpu")
     if files is not None:
-        model.expert_layouts = files.fill(model)
+        model.folder, model.expert_layouts = folder, files.fill(model)
+        model.bytes_read = 0 if meta else files.bytes_read
     elif not meta:
         initialise(model)
+    return model
+
+
+def materialise(model, device="cpu", *, weights=True):
+    """Gives a model that was loaded on the meta device memory and its weights, in place, and returns it.
+
+    model: a Qwen3_5, as `load` made it or sharded by `parallelize_qwen3_5` since: a rank then reads its shards alone,
+    and of drawn weights no more than one is whole at a time. They are those that `load` gives on the same seed.
+    device: of the memory. weights: False leaves them undefined, for who fills them at once.
+    `model.bytes_read` says what of the files this rank has read. Raises what `load` raises of files.
+    """
+    model.to_empty(device=device)
+    if weights and model.folder is None:
+        initialise(model)
+    elif weights:
+        files = Files(model.folder)
+        files.fill(model)
+        model.bytes_read = files.bytes_read
     return model
 
 
