@@ -240,8 +240,7 @@ def save(model, folder, *, experts=None, shard_bytes=5 * 10**9, state=None, extr
         raise ValueError(
             "save: the weights are shards of several ranks; models.export.export_hf gathers and writes them"
         )
-    loaded = getattr(model, "expert_layouts", {})
-    layouts = {part: experts or loaded.get(part, "split") for part in _PARTS}
+    layouts = {part: experts or model.expert_layouts.get(part, "split") for part in _PARTS}
     group = model.ep.group if state is None else None
     first = group is None or model.ep.rank == 0
     if state is None:

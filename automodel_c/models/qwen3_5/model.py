@@ -22,6 +22,8 @@ from .step import IGNORE, Batch, OnHost
 from .text import TextModel
 from .vision import VisionModel
 
+RECOMPUTE = (False, None, True, "full", "selective")
+SCOPES = ("all", "language", "vision")
 _AUX_LOSS = (None, "transformers", "per_layer")
 _PARALLEL = ("dp", "tp", "pp", "ep", "dp_size", "tp_size", "pp_size", "cp_size", "ep_size", "mesh")
 
@@ -41,7 +43,8 @@ def load(
         device: "meta" makes a model without memory, of a directory too; `materialise` gives it memory and weights, when
             it has been sharded or before.
         activation_checkpointing: True or "full" makes the activations inside each decoder layer and vision block
-            again in backward; no bit changes.
+            again in backward, "selective" those alone that are no attention, gated delta rule or every second product
+            of matrices; no bit changes.
         aux_loss: None adds transformers' auxiliary loss where the configuration's output_router_logits asks for it;
             "transformers" adds it anyway, "per_layer" adds the sum of every layer's own.
         cp: a `parallel.ContextParallel`: the ranks that share every pack. Each passes the whole batch and gets a part
@@ -68,9 +71,10 @@ def load(
             does not have.
     """
     _refuse_parallel({} if isinstance(cp, ContextParallel) else {"cp": cp}, parallel)
-    if activation_checkpointing not in (False, True, "full", None):
+    if activation_checkpointing not in RECOMPUTE:
         raise ValueError(
-            f"load: activation_checkpointing is {activation_checkpointing!r}, False, True or 'full' is needed"
+            f"load: activation_checkpointing is {activation_checkpointing!r}, False, True, 'full' or 'selective' is"
+            " needed"
         )
     if aux_loss not in _AUX_LOSS:
         raise ValueError(f"load: aux_loss is {aux_loss!r}, None, 'transformers' or 'per_layer' is needed")
@@ -81,7 +85,7 @@ def load(
     ep = _expert_parallel(ep_group, config.text.num_experts)
     folder = path_or_config if isinstance(path_or_config, str) or hasattr(path_or_config, "__fspath__") else None
     model = _build(config, folder, dtype, device, ep)
-    model.recompute(bool(activation_checkpointing))
+    model.recompute(activation_checkpointing)
     model.aux_loss = aux_loss
     model.cp = cp if isinstance(cp, ContextParallel) else None
     if frame_sharding is not None:
@@ -106,7 +110,7 @@ class Qwen3_5(nn.Module):
         self.aux_loss, self.cp, self.frame_sharding = None, None, FrameSharding()
         self.aux_share = 1.0
         self.loss_extra_bytes = None
-        self.folder, self.bytes_read = None, 0
+        self.folder, self.bytes_read, self.expert_layouts = None, 0, {}
         self.model = nn.Module()
         self.model.language_model = TextModel(config.text)
         self.model.visual = VisionModel(config.vision)
@@ -211,11 +215,13 @@ class Qwen3_5(nn.Module):
             extra_bytes=extra_bytes,
         )  # fmt: skip
 
-    def recompute(self, value):
-        """Whether backward makes the activations inside layers and blocks again instead of keeping them."""
-        for part in (self.model.language_model, self.model.visual, self.mtp):
-            if part is not None:
-                part.recompute = value
+    def recompute(self, value, scope="all"):
+        """Whether backward makes the activations inside layers and blocks again instead of keeping them: one of
+        RECOMPUTE. scope: one of SCOPES, the parts that this is about; the others keep theirs."""
+        language = [part for part in (self.model.language_model, self.mtp) if part is not None]
+        for name, parts in (("language", language), ("vision", [self.model.visual])):
+            for part in parts:
+                part.recompute = ("full" if value is True else value or False) if scope in ("all", name) else False
 
     def save_pretrained(self, folder, *, experts=None):
         """Writes safetensors and config.json as transformers reads them; where ranks share the experts, all call it.
