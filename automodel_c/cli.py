@@ -41,6 +41,7 @@ def _parser():
     train.add_argument("overrides", nargs="*", metavar="key=value", help="recipe keys to set: optimizer.lr=1e-3")
     train.add_argument("--nproc", type=_positive, metavar="N", help="start so many ranks on this machine with torchrun")
     train.add_argument("--check", action="store_true", help="read the recipe and build everything, but do not train")
+    train.add_argument("--world", type=_positive, metavar="N", help="with --check: as one of N ranks, on none of them")
     train.set_defaults(run=_train)
     export = verbs.add_parser("export", help="write a checkpoint's model for Hugging Face", description=_EXPORT)
     export.add_argument("recipe", help="the YAML file that the run was started with")
@@ -119,6 +120,8 @@ def _train(arguments):
         recipe = load_recipe(arguments.recipe, arguments.overrides)
     except (RecipeError, NotImplementedError) as error:
         return _complain(error)
+    if arguments.world is not None:
+        return _dry_run(recipe, arguments)
     if arguments.nproc is not None and "RANK" not in os.environ:
         from .recipes.runtime import UsageError, mesh_shape
 
@@ -128,6 +131,23 @@ def _train(arguments):
             return _complain(error)
         return _start_ranks(arguments)
     return _train_here(recipe, arguments.check)
+
+
+def _dry_run(recipe, arguments):
+    from .recipes.dry_run import dry_run
+    from .recipes.finetune_vlm import UsageError, raised_here
+
+    if not arguments.check or arguments.nproc is not None:
+        return _complain("--world goes with --check, and not with --nproc: it starts no ranks")
+    try:
+        print("\n".join(dry_run(recipe, arguments.world).describe()))
+    except UsageError as error:
+        return _complain(error)
+    except (ValueError, NotImplementedError) as error:
+        if raised_here(error):
+            return _complain(error)
+        raise
+    return 0
 
 
 def _train_here(recipe, check):

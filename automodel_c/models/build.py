@@ -17,6 +17,11 @@ _EXTRA_KEYS = {
     "": {"model_type"},
     "text_config.": {"full_attention_interval", "partial_rotary_factor", "mtp_num_hidden_layers"},
 }
+_MTP_LAYOUT = "mtp_expert_hf_layout"  # a key of text_config that says how files name MTP's experts
+_MTP_LAYOUTS = {
+    **dict.fromkeys(("split", "per-expert", "per_expert", "per-expert-safetensors"), "split"),
+    **dict.fromkeys(("grouped", "group"), "grouped"),
+}
 _CONFIGS_WITH_EXPERTS = ("qwen3_5_moe",)
 _CONFIGS = ("qwen3_5", *_CONFIGS_WITH_EXPERTS)
 
@@ -71,21 +76,18 @@ def build_model(section, processor_section, how, processor_how, *, cp=None, fram
 
     how, processor_how: what their `_target_` means. section.operators: "automodel_c" is our own definition, "patched"
     transformers' on our operators, "transformers" transformers' as it comes. cp, frame_sharding, ep_group: as
-    qwen3_5.load takes them, for our own. Weights from configuration are drawn from torch's generator, so ranks that
-    seed alike start alike. The model is on the CPU in fp32: what FSDP2 shards are the masters.
+    qwen3_5.load takes them, for our own, which is on the meta device: `materialise` gives it its weights once it is
+    sharded. transformers' is on the CPU. Either is fp32: what FSDP2 shards are the masters.
     ValueError where the ranks of ep_group do not divide the experts.
     """
-    processor = _processor(section, processor_section, how, processor_how)
+    processor = processor_of(section, processor_section, how, processor_how)
     folder = None if how == "from_config" else _directory(section, "model")
     if folder is None:
         config = model_config(section.config, processor)
     else:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        for name in ("text_config", "vision_config"):
-            _override(getattr(config, name), getattr(section, name) or {}, f"model.{name}.")
+        config = directory_config(folder, section)
     if section.operators == "automodel_c":
-        _check_experts(config, ep_group)
-        return _own(folder, config, cp=cp, frame_sharding=frame_sharding, ep_group=ep_group), processor
+        return own(folder, config, section, cp=cp, frame_sharding=frame_sharding, ep_group=ep_group), processor
     model = _transformers(folder, config, section.attn_implementation)
     if section.operators == "patched":
         patch_transformers(model)
@@ -99,10 +101,40 @@ def _check_experts(config, ep_group):
         raise ValueError(f"distributed.ep_size={ranks}: the model has {found}")
 
 
-def _own(folder, config, **options):
-    if folder is None:
-        return qwen3_5.load(config, dtype=torch.float32, **options)
-    return qwen3_5.load(folder, config=config, dtype=torch.float32, **options)
+def own(folder, config, section, **options):
+    """Our own definition on the meta device: of a directory, or None, and a configuration. section: schema.Model;
+    options: of qwen3_5.load."""
+    _check_experts(config, options.get("ep_group"))
+    options |= {"dtype": torch.float32, "device": "meta"}
+    model = qwen3_5.load(config, **options) if folder is None else qwen3_5.load(folder, config=config, **options)
+    _set_mtp_layout(model, section)
+    return model
+
+
+def _set_mtp_layout(model, section):
+    """Carries out model.text_config.mtp_expert_hf_layout: the keys that MTP's experts have in the files tell which
+    they are, so that it says how an export names them; ValueError where it contradicts files."""
+    wanted = (section.text_config or {}).get(_MTP_LAYOUT)
+    if wanted is None:
+        return
+    if wanted not in _MTP_LAYOUTS:
+        raise ValueError(f"model.text_config.{_MTP_LAYOUT}: expected one of {tuple(_MTP_LAYOUTS)}, found {wanted!r}")
+    layout, found = _MTP_LAYOUTS[wanted], model.expert_layouts
+    has_experts = model.mtp is not None and model.config.text.num_experts
+    if model.folder is not None and has_experts and found["mtp"] != layout:
+        raise ValueError(f"model.text_config.{_MTP_LAYOUT}={wanted!r}: the files of {model.folder} are {found['mtp']}")
+    model.expert_layouts = {**found, "mtp": layout}
+
+
+def materialise(model, device, *, weights=True):
+    """Gives a model of `build_model` its weights on `device`, or memory alone, where it has none yet.
+
+    Drawn from torch's generator: ranks that seed alike start alike. Read: each rank its own parts. See
+    qwen3_5.materialise.
+    """
+    if isinstance(model, qwen3_5.Qwen3_5):
+        qwen3_5.materialise(model, device, weights=weights)
+    return model
 
 
 def _transformers(folder, config, attn_implementation):
@@ -112,7 +144,7 @@ def _transformers(folder, config, attn_implementation):
     return AutoModelForImageTextToText.from_pretrained(folder, config=config, local_files_only=True, **options)
 
 
-def _processor(section, processor_section, how, processor_how):
+def processor_of(section, processor_section, how, processor_how):
     bounds = {"min_pixels": processor_section.min_pixels, "max_pixels": processor_section.max_pixels}
     bounds["video"] = dataclasses.asdict(processor_section.video_processor)
     bounds["video"].pop("_target_")
@@ -126,6 +158,19 @@ def _processor(section, processor_section, how, processor_how):
     vision = {"patch_size": 16, "temporal_patch_size": 2, "spatial_merge_size": 2}
     vision |= section.config.get("vision_config") or {}
     return build_processor(vision, words=processor_section.words, **bounds)
+
+
+def directory_config(folder, section):
+    """The configuration of a model directory, with the overrides of a schema.Model."""
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    for name in ("text_config", "vision_config"):
+        _override(getattr(config, name), config_overrides(section, name), f"model.{name}.")
+    return config
+
+
+def config_overrides(section, name):
+    """What a schema.Model's text_config or vision_config sets of the configuration."""
+    return {key: value for key, value in (getattr(section, name) or {}).items() if key != _MTP_LAYOUT}
 
 
 def _override(config, keys, where):

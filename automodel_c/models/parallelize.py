@@ -11,16 +11,19 @@ from torch.distributed.tensor import DTensor, Shard
 from .gates import hold_gates
 from .qwen3_5 import Qwen3_5
 from .qwen3_5.experts import Experts
+from .qwen3_5.model import RECOMPUTE, SCOPES
 from .qwen3_5.step import OnHost
 
 
 def parallelize_qwen3_5(
-    model, mesh, *, moe_mesh=None, mp_policy=None, reshard_after_forward=True, activation_checkpointing=False
-):
+    model, mesh, *, moe_mesh=None, mp_policy=None, reshard_after_forward=None, experts_reshard_after_forward=None,
+    activation_checkpointing=False, activation_checkpointing_scope="all", compile=False,
+):  # fmt: skip
     """Shards `model` in place over a device mesh with FSDP2, and returns it.
 
     model: qwen3_5.Qwen3_5 or transformers' Qwen3_5(Moe)ForConditionalGeneration on this rank's device, equal on all
-    ranks but for experts that they share, frozen where it shall be.
+    ranks but for experts that they share, frozen where it shall be. A Qwen3_5 may be on the meta device:
+    qwen3_5.materialise then fills the shards, and no rank ever holds all weights.
     mesh: dimensions "dp" and perhaps "cp". Weights are sharded over both alike, for gradients are parts that sum over
     both; the model was loaded with the ContextParallel of this rank's "cp" group.
     moe_mesh: None, or dimensions "ep_shard" and "ep" over the same ranks in the same order, so that "ep" is innermost;
@@ -29,29 +32,38 @@ def parallelize_qwen3_5(
     in them already. Where FSDP2 takes means, theirs is over all ranks of `mesh`, as everybody's.
     mp_policy: FSDP2's MixedPrecisionPolicy, None computes in the masters' dtype. Its output_dtype is that of the
     model's outputs alone.
-    Order: checkpointing, gate parameters (always fp32), experts that ranks share, vision blocks, vision tower, decoder
-    layers, MTP head, root.
+    reshard_after_forward: whether units are freed after forward and gathered again for backward; None leaves it to
+    FSDP2, which frees all but the root. experts_reshard_after_forward: of experts that ranks share; None as the rest.
+    activation_checkpointing: False, True or "full", "selective" (see qwen3_5.load). activation_checkpointing_scope:
+    "all", "language" (decoder and MTP head) or "vision"; a frozen tower keeps nothing and is never in it.
+    Order: checks of tensor parallelism, experts over "ep" (the model was loaded so), checkpointing, compilation,
+    FSDP2: gate parameters (always fp32), experts that ranks share, vision blocks, vision tower, decoder layers, MTP
+    head, root; context parallelism goes on inside forward.
     NotImplementedError for a mesh with other dimensions of more than one rank (tensor and pipeline parallelism are not
-    done here), and for "cp" and "ep" with transformers' model. ValueError where the model's cp or experts are of other
-    ranks, `moe_mesh` has other dimensions or another order of ranks than said, or "ep_shard" does not divide dim 1.
+    done here), for "cp", "ep", selective checkpointing and scopes with transformers' model, and for `compile`.
+    ValueError where the model's cp or experts are of other ranks, `moe_mesh` has other dimensions or another order of
+    ranks than said, or "ep_shard" does not divide dim 1.
     """
     own = isinstance(model, Qwen3_5)
+    if compile:
+        raise NotImplementedError(
+            "distributed.enable_compile=True is not supported: a layer is compiled for one pack's plan, and would be"
+            " compiled again for every step's; what compilation fuses, the operators of this package do already"
+        )
     _check_dimensions(mesh, model.cp if own else None)
     _check_experts(model, mesh, moe_mesh)
-    if own:
-        model.recompute(bool(activation_checkpointing))
-    elif activation_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    _checkpoint_activations(model, activation_checkpointing, activation_checkpointing_scope)
     gates = hold_gates(model)
     mp_policy = mp_policy or MixedPrecisionPolicy()
-    options = {"mesh": _shard_mesh(mesh), "reshard_after_forward": reshard_after_forward}
+    options = {"mesh": _shard_mesh(mesh), **_given(reshard_after_forward=reshard_after_forward)}
     if {mp_policy.param_dtype, *(p.dtype for p in model.parameters())} - {None, torch.float32}:
         for gate in gates:
             fully_shard(gate, **options)
     # between units layers decide about dtypes, and statistics stay float32
     options["mp_policy"] = dataclasses.replace(mp_policy, output_dtype=None)
     for experts in _shared_experts(model):
-        _shard_experts(experts, moe_mesh, **options)
+        own_reshard = _given(reshard_after_forward=experts_reshard_after_forward)
+        _shard_experts(experts, moe_mesh, **options | own_reshard)
     for unit in fsdp_units(model):
         fully_shard(unit, **options | ({"mp_policy": mp_policy} if unit is model else {}))
     if own:
@@ -59,6 +71,30 @@ def parallelize_qwen3_5(
         logits = model.logits
         model.logits = lambda batch, rows=None: logits(OnHost(batch), rows=rows)
     return model
+
+
+def _given(**options):
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _checkpoint_activations(model, value, scope):
+    if value not in RECOMPUTE:
+        raise ValueError(f"activation_checkpointing is {value!r}, False, True, 'full' or 'selective' is needed")
+    if scope not in SCOPES:
+        raise ValueError(f"activation_checkpointing_scope is {scope!r}, one of {', '.join(SCOPES)} is needed")
+    if not isinstance(model, Qwen3_5):
+        if value == "selective" or (value and scope != "all"):
+            raise NotImplementedError(
+                f"activation_checkpointing={value!r} in scope {scope!r} is not supported for transformers' model, which"
+                " makes all activations again, or none"
+            )
+        if value:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        return
+    frozen = not any(p.requires_grad for p in model.model.visual.parameters())
+    if frozen and scope == "vision":
+        value = False
+    model.recompute(value, "language" if frozen and scope == "all" else scope)
 
 
 def _shard_experts(experts, moe_mesh, *, mesh, mp_policy, **options):

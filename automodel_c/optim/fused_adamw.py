@@ -82,7 +82,7 @@ class FusedAdamW(torch.optim.Optimizer):
             if found_inf.is_cpu and found_inf.numel() == 1 and found_inf.item() != 0:
                 return loss
         if not self._state_complete:
-            self._complete_state()
+            self.make_state()
         if len(self._devices) > 1:
             for device in self._devices:
                 self._step_on(device, torch.ones((), device=device), grad_scale, check_only=True)
@@ -95,7 +95,7 @@ class FusedAdamW(torch.optim.Optimizer):
         params, grads, group_sizes = self._with_gradients(device if len(self._devices) > 1 else None)
         states = [self.state[p] for p in params]
         if not all(states):
-            self._complete_state()
+            self.make_state()
             states = [self.state[p] for p in params]
         exp_avgs = [s["exp_avg"] for s in states]
         exp_avg_sqs = [s["exp_avg_sq"] for s in states]
@@ -154,8 +154,8 @@ class FusedAdamW(torch.optim.Optimizer):
         return params, grads, sizes
 
     @torch.no_grad()
-    def _complete_state(self):
-        """Make what is missing of the state of every parameter that can have a gradient; note where they all are."""
+    def make_state(self):
+        """Make what is missing of the state of every parameter that can have a gradient, which the first step would."""
         self._devices = list(dict.fromkeys(p.device for group in self.param_groups for p in group["params"]))
         for group in self.param_groups:
             for p in group["params"]:

@@ -33,6 +33,21 @@ def trainable(group):
     return [p for p in group.fsdp_params if p.sharded_param.requires_grad and hasattr(p, "_unsharded_param")]
 
 
+def gathered(unit):
+    """(numbers, their dtype) that a unit's parameters are while they are gathered; (0, None) without parameters."""
+    group = param_group(unit)
+    if group is None:
+        return 0, None
+    dtype = unit._get_fsdp_state()._mp_policy.param_dtype or group.fsdp_params[0].sharded_param.dtype
+    return sum(p._orig_size.numel() for p in group.fsdp_params), dtype
+
+
+def frees(unit):
+    """Whether a unit with parameters frees them after forward; what FSDP2 decides about a root by itself it does at the
+    first forward."""
+    return param_group(unit).post_forward_mesh_info is not None
+
+
 class CompleteGradients:
     """Wraps a group's ``post_backward``: before a reduction every trainable parameter has a gradient, of one dtype.
 

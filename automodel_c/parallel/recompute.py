@@ -1,5 +1,5 @@
 """What activation checkpointing keeps, so that recomputation moves no rows and repeats no attention and no choice of
-experts on other ranks."""
+experts on other ranks; selective checkpointing keeps more."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,22 +20,39 @@ def checkpoint_context_fn():
     The rows that came in, the outputs of attention and the choice of experts on other ranks are kept; everything else
     is computed again.
     """
-    return tuple(_KeptAlone(mode) for mode in create_selective_checkpoint_contexts(_policy))
+    return _contexts(KEPT, lambda ctx, op, *args, **kwargs: CheckpointPolicy.MUST_SAVE)
 
 
-class _KeptAlone(TorchDispatchMode):
-    """Shows one of torch's modes the operators of `KEPT` and no other: torch counts every operator, and an FSDP2 unit
+def selective_context_fn():
+    """As `checkpoint_context_fn`, but that the outputs of the gated delta rule and of every second product of matrices
+    are kept too: more memory, fewer products made again."""
+    seen = {False: 0, True: 0}  # products of the forward, and of the one in backward
+
+    def policy(ctx, op, *args, **kwargs):
+        if op not in _PRODUCTS:
+            return CheckpointPolicy.MUST_SAVE
+        seen[ctx.is_recompute] += 1
+        return CheckpointPolicy.MUST_SAVE if seen[ctx.is_recompute] % 2 else CheckpointPolicy.MUST_RECOMPUTE
+
+    return _contexts(KEPT | _PRODUCTS | {torch.ops.automodel_c.gated_delta_rule_forward.default}, policy)
+
+
+_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
+
+
+def _contexts(shown, policy):
+    return tuple(_ShownAlone(mode, shown) for mode in create_selective_checkpoint_contexts(policy))
+
+
+class _ShownAlone(TorchDispatchMode):
+    """Shows one of torch's modes the operators `shown` and no other: torch counts every operator, and an FSDP2 unit
     inside the region does not gather the second time what it still holds."""
 
-    def __init__(self, mode):
+    def __init__(self, mode, shown):
         super().__init__()
-        self.mode = mode
+        self.mode, self.shown = mode, shown
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func in KEPT:
+        if func in self.shown:
             return self.mode.__torch_dispatch__(func, types, args, kwargs)
         return func(*args, **(kwargs or {}))
-
-
-def _policy(ctx, op, *args, **kwargs):
-    return CheckpointPolicy.MUST_SAVE

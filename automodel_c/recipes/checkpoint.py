@@ -1,5 +1,13 @@
-"""Checkpoints that resume a run: model, optimizer, random numbers, position in the data."""
+"""Checkpoints that resume a run: model, optimizer, random numbers, position in the data.
 
+A folder of checkpoints holds step_<n> folders, whole ones alone, and two files that name one of them: LATEST the one
+that was finished last, LOWEST_VAL the one whose held-out loss was lowest of those that were evaluated when they were
+saved.
+"""
+
+import concurrent.futures
+import contextlib
+import json
 import re
 import shutil
 from pathlib import Path
@@ -14,43 +22,134 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
 
+from ..parallel import faults
 from .runtime import rng_state, set_rng_state
 
+POINTERS = ("LATEST", "LOWEST_VAL")
 _NAME = re.compile(r"step_(\d+)")
+_LAST_S = 20.0  # a rank that fails is to be told of within 30
+_HELD_OUT = "held_out.json"  # of a step folder: its evaluation
+
+
+class Checkpoints:
+    """Writes the checkpoints of a run into `folder`; made, and every method called, on every rank alike.
+
+    keep: how many of the newest stay; the one with the lowest held-out loss stays besides.
+    background: whether a thread writes, from a copy on the host, while training goes on. A write that failed is raised
+    by the next `save` or `wait`, on all ranks, and what was written before is as it was.
+    """
+
+    def __init__(self, folder, runtime, *, keep=None, background=False):
+        self.folder, self.runtime, self.keep = Path(folder), runtime, keep
+        self._writer = concurrent.futures.ThreadPoolExecutor(1, "checkpoint") if background else None
+        # of its own, so that the thread's messages do not meet those of training
+        self._group = dist.new_group(backend="gloo") if background else None
+        self._writing = None
+
+    def save(self, step, model, optimizer, *, data, held_out=None):
+        """Writes <folder>/step_<step>, or begins to; returns that path.
+
+        Written beside and renamed, so that whatever is called step_<n> is whole. data: integers by name that, with the
+        step, tell the position in the data (the learning rate needs the step alone). held_out: the loss on held-out
+        data, where it was found at this step.
+        """
+        self.wait()
+        final, beside = self.folder / f"step_{step}", self.folder / f".step_{step}.tmp"
+        if self.runtime.is_main:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for left in self.folder.glob(".step_*.tmp"):  # by a run that was killed
+                shutil.rmtree(left, ignore_errors=True)
+        dist.barrier()
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        state = {
+            "model": model_state,
+            "optimizer": optimizer_state,
+            "progress": _progress(step, data),
+            "rng": {str(self.runtime.rank): rng_state(self.runtime.device)},
+        }
+        if self._writer is None:
+            self._write(state, final, beside, held_out)
+            dist.barrier()
+        else:
+            state = tree_map(_copied, state)
+            self._writing = self._writer.submit(self._write, state, final, beside, held_out)
+        return final
+
+    def wait(self):
+        """Until the write that was begun is done; raises what it raised, on every rank, whose alone it may be."""
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return
+        error, told = writing.exception(), [None] * self.runtime.world
+        dist.all_gather_object(told, error and f"{type(error).__name__}: {error}", group=self._group)
+        if error is not None:
+            raise error
+        for rank, message in enumerate(told):
+            if message:
+                raise faults.RankFailure(rank, message)
+
+    def close(self, *, failed=False):
+        """After the last `save`: waits, and ends the thread. Raises what the last write raised; not where the run has
+        `failed`, when the write has _LAST_S to end well."""
+        try:
+            if not failed:
+                self.wait()
+            elif self._writing is not None:
+                concurrent.futures.wait([self._writing], _LAST_S)
+        finally:
+            if self._writer is not None:
+                self._writer.shutdown(wait=not failed)
+
+    def _write(self, state, final, beside, held_out):
+        try:  # all ranks return when all have written
+            dcp.save(state, checkpoint_id=beside, process_group=self._group)
+        except CheckpointException as error:
+            rank, (reason, _) = next(iter(error.failures.items()))
+            raise RuntimeError(f"{final} was not written: rank {rank}: {type(reason).__name__}: {reason}") from error
+        if self.runtime.is_main:
+            if held_out is not None:
+                (beside / _HELD_OUT).write_text(json.dumps({"loss": held_out}))
+            shutil.rmtree(final, ignore_errors=True)
+            beside.rename(final)
+            _point(self.folder, "LATEST", final.name)
+            lowest = _lowest(self.folder)
+            if lowest is not None:
+                _point(self.folder, "LOWEST_VAL", lowest.name)
+            _prune(self.folder, self.keep, lowest)
 
 
 def save_checkpoint(folder, step, model, optimizer, runtime, *, data, keep=None):
-    """Writes <folder>/step_<step> with torch.distributed.checkpoint; call it on every rank.
+    """`Checkpoints.save` once, without a thread."""
+    return Checkpoints(folder, runtime, keep=keep).save(step, model, optimizer, data=data)
 
-    Written beside and renamed, so that whatever is called step_<n> is whole. data: integers by name that, with the
-    step, tell the position in the data (the learning rate needs the step alone). keep: how many of the newest to keep.
-    """
-    folder = Path(folder)
-    final, beside = folder / f"step_{step}", folder / f".step_{step}.tmp"
-    if runtime.is_main:
-        shutil.rmtree(beside, ignore_errors=True)
-        folder.mkdir(parents=True, exist_ok=True)
-    dist.barrier()
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    state = {
-        "model": model_state,
-        "optimizer": optimizer_state,
-        "progress": _progress(step, data),
-        "rng": {str(runtime.rank): rng_state(runtime.device)},
-    }
-    dcp.save(state, checkpoint_id=beside)
-    dist.barrier()
-    if runtime.is_main:
-        shutil.rmtree(final, ignore_errors=True)
-        beside.rename(final)
-        _prune(folder, keep)
-    dist.barrier()
-    return final
+
+def _copied(value):
+    """A copy on the host that nothing else writes to."""
+    if isinstance(value, DTensor):  # from_local would move the copy to the mesh's device
+        return DTensor(_copied(value.to_local()), value._spec, requires_grad=False)
+    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+
+
+def _point(folder, pointer, name):
+    beside = folder / f".{pointer}.tmp"
+    beside.write_text(name + "\n")
+    beside.replace(folder / pointer)
+
+
+def _lowest(folder):
+    """The step folder with the lowest held-out loss, the newest of equals; None where no loss is known."""
+    found = []
+    for path in _whole(folder):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            found.append((json.loads((path / _HELD_OUT).read_text())["loss"], path))
+    return min(reversed(found), key=lambda of: of[0], default=(None, None))[1]
 
 
 def load_checkpoint(folder, model, optimizer, runtime, *, data):
-    """Restores what save_checkpoint wrote into `folder`, on the same or another number of ranks. Returns the step.
+    """Restores what was saved into `folder`, on the same or another number of ranks. Returns the step.
 
     The optimizer's settings (rate, betas, eps, decay) stay what they are; its state is the saved one.
     Ranks that the saved run did not have keep their generators as they are. ValueError when the folder holds no
@@ -81,10 +180,11 @@ def load_checkpoint(folder, model, optimizer, runtime, *, data):
 
 
 def load_model(folder, model):
-    """Restores only the model of what save_checkpoint wrote into `folder`; call it on every rank.
+    """Restores only the model of what was saved into `folder`; call it on every rank.
 
     ValueError when it is no whole checkpoint, or not one of this model.
     """
+    folder = step_folder(folder)
     checkpoint_step(folder)
     state = {"model": get_model_state_dict(model)}
     _read(state, dcp.FileSystemReader(folder), folder)
@@ -104,6 +204,23 @@ def _progress(step, data):
     return {key: torch.tensor(value) for key, value in {"step": step, **data}.items()}
 
 
+def step_folder(path, checkpoints=None):
+    """The step folder that `path` means: itself, or what the pointer LATEST or LOWEST_VAL there names; the bare name
+    of a pointer is one of the folder `checkpoints`.
+
+    ValueError for a pointer that is not there.
+    """
+    path = Path(path)
+    if path.name not in POINTERS:
+        return path
+    if str(path) == path.name and checkpoints is not None:
+        path = Path(checkpoints) / path
+    try:
+        return path.parent / path.read_text().strip()
+    except OSError as error:
+        raise ValueError(f"checkpoint.restore_from={str(path)!r}: {error.strerror}") from None
+
+
 def checkpoint_step(folder):
     """The step of a checkpoint folder, from its name; ValueError when it is no whole checkpoint."""
     folder = Path(folder)
@@ -115,10 +232,13 @@ def checkpoint_step(folder):
     return int(match.group(1))
 
 
-def _prune(folder, keep):
-    if keep is None:
-        return
+def _whole(folder):
+    """The step folders, oldest first: an earlier run may have left later steps."""
     found = [p for p in folder.iterdir() if _NAME.fullmatch(p.name) and (p / ".metadata").is_file()]
-    found.sort(key=lambda p: (p / ".metadata").stat().st_mtime_ns)  # an earlier run may have left later steps
-    for path in found[:-keep]:
-        shutil.rmtree(path)
+    return sorted(found, key=lambda p: (p / ".metadata").stat().st_mtime_ns)
+
+
+def _prune(folder, keep, spared=None):
+    for path in _whole(folder)[:-keep] if keep else ():
+        if path != spared:
+            shutil.rmtree(path)

@@ -33,6 +33,8 @@ _LEAST = {
             "distributed.cp_size",
             "distributed.ep_size",
             "lr_scheduler.lr_decay_steps",
+            "lr_scheduler.wd_incr_steps",
+            "lr_scheduler.wsd_decay_steps",
             "dataset.limit",
             "validation_dataset.limit",
             "processor.min_pixels",
@@ -55,6 +57,8 @@ _LEAST = {
             "lr_scheduler.init_lr",
             "lr_scheduler.max_lr",
             "lr_scheduler.min_lr",
+            "lr_scheduler.start_wd",
+            "lr_scheduler.end_wd",
             "clip_grad_norm.max_norm",
             "dataloader.num_workers",
         ),
@@ -144,6 +148,8 @@ def _convert(value, hint, where):
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if hint is typing.Any or (value is None and type(None) in options):
         return value
+    if value == "none" and type(None) in options and str not in options:
+        return None  # as recipes of NeMo Automodel write it
     for option in options:
         if dataclasses.is_dataclass(option):
             return _fill(option, {} if value is None else value, where + ".")
@@ -215,11 +221,8 @@ def _check_choices(recipe):
         )
     if "" in (recipe.processor.words or ()):
         raise RecipeError("processor.words: a word is empty")
-    if recipe.distributed.activation_checkpointing not in (False, True, "full"):
-        raise NotImplementedError(
-            f"distributed.activation_checkpointing={recipe.distributed.activation_checkpointing!r}"
-            " is not supported yet; only false, true or 'full' is"
-        )
+    _check_choice(recipe, "distributed.activation_checkpointing", (False, True, "full", "selective"))
+    _check_choice(recipe, "distributed.activation_checkpointing_scope", (None, "all", "language", "vision"))
     if recipe.checkpoint.save_consolidated not in (False, "final"):
         raise NotImplementedError(
             f"checkpoint.save_consolidated={recipe.checkpoint.save_consolidated!r} is not supported yet;"
@@ -234,6 +237,14 @@ def _check_choices(recipe):
     _check_frame_sharding(recipe)
     if len(recipe.optimizer.betas) != 2:
         raise RecipeError(f"optimizer.betas: expected two numbers, found {recipe.optimizer.betas!r}")
+
+
+def _check_choice(recipe, key, known):
+    section, name = key.split(".")
+    value = getattr(getattr(recipe, section), name)
+    if value not in known:
+        shown = ", ".join("false" if k is False else "true" if k is True else repr(k) for k in known if k is not None)
+        raise RecipeError(f"{key}: expected one of {shown}, found {value!r}")
 
 
 def _check_operators(recipe):

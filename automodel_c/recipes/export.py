@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ..models.build import build_model
+from ..models.build import build_model, materialise
 from ..models.export import export_hf
 from ..models.parallelize import parallelize_qwen3_5
 from .checkpoint import load_model
@@ -26,6 +26,6 @@ def export(recipe, folder):
             resolve("model", recipe.model._target_),
             resolve("processor", recipe.processor._target_),
         )
-        model = parallelize_qwen3_5(model, runtime.mesh)
+        model = materialise(parallelize_qwen3_5(model, runtime.mesh), runtime.device, weights=False)
         load_model(recipe.checkpoint.restore_from, model)
         export_hf(model, processor, Path(folder))

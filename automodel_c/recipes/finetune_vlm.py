@@ -13,17 +13,19 @@ from transformers.utils import logging as transformers_logging
 from ..data.build import build_dataset, prepare_data
 from ..data.packing import PackedDataset, build_packs
 from ..data.sampler import GlobalBatchSampler, check_batch_sizes
-from ..models.build import as_dtype, build_model, freeze
+from ..models import qwen3_5
+from ..models.build import as_dtype, build_model, freeze, materialise
 from ..models.export import export_hf
 from ..models.parallelize import parallelize_qwen3_5
 from ..parallel import ContextParallel
 from . import parts
 from .calls import calls_of
-from .checkpoint import load_checkpoint, save_checkpoint
+from .checkpoint import Checkpoints, load_checkpoint, step_folder
 from .config import frame_sharding
 from .evaluate import evaluate
 from .metrics import MetricsLog, Progress, memory_gib
 from .plots import draw_curves
+from .prewarm import prewarm
 from .runtime import UsageError, seed_model, seed_training, start_ranks
 from .schedule import LrSchedule
 from .schema import Recipe
@@ -45,14 +47,12 @@ class Run:
     held_out: object
     sampler: GlobalBatchSampler
     output: Path
+    checkpoints: Checkpoints | None
+    reads: list  # bytes of the model's files that each rank has read, [] where the weights come from elsewhere
 
     @property
     def data_order(self):
         return data_order(self.recipe, len(self.dataset))
-
-    @property
-    def checkpoints(self):
-        return Path(self.recipe.checkpoint.checkpoint_dir or self.output / "checkpoints")
 
 
 def train(recipe, *, check=False):
@@ -73,12 +73,12 @@ def _build_or_complain(recipe, runtime):
     try:
         return build(recipe, runtime)
     except (ValueError, NotImplementedError) as error:
-        if _raised_here(error):
+        if raised_here(error):
             raise UsageError(str(error)) from error
         raise
 
 
-def _raised_here(error):
+def raised_here(error):
     """Whether this package refused, rather than something below it."""
     frame = error.__traceback__
     while frame.tb_next is not None:
@@ -104,21 +104,38 @@ def build(recipe, runtime):
         ep_group=runtime.ep_group,
     )
     dataset, held_out = _build_data(recipe, processor, runtime)
-    model = _shard(recipe, model.to(runtime.device), runtime)
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    if not trainable:
+    model = shard(recipe, model, runtime)
+    if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("freeze_config freezes every parameter")
-    optimizer = parts.build_optimizer(trainable, recipe.optimizer)
+    section = recipe.checkpoint
+    folder = Path(section.checkpoint_dir or Path(recipe.output_dir) / "checkpoints")
+    restored = step_folder(section.restore_from, folder) if section.restore_from else None
+    seed_model(recipe)
+    materialise(model, runtime.device, weights=not restored)
+    optimizer = parts.build_optimizer([p for p in model.parameters() if p.requires_grad], recipe.optimizer)
     seed_training(recipe, runtime.rank)
-    restored = recipe.checkpoint.restore_from
     order = data_order(recipe, len(dataset))
     first_step = load_checkpoint(restored, model, optimizer, runtime, data=order) if restored else 0
     sampler = _sampler(recipe, len(dataset), runtime, first_step)
-    schedule = LrSchedule(recipe.lr_scheduler, recipe.optimizer.lr, sampler.steps)
+    schedule = LrSchedule(recipe.lr_scheduler, recipe.optimizer.lr, sampler.steps, recipe.optimizer.weight_decay)
     model.train()
+    prewarm(recipe.prewarm, runtime)
+    checkpoints = None
+    if section.enabled:
+        checkpoints = Checkpoints(folder, runtime, keep=section.max_recent_checkpoints, background=section.is_async)
     return Run(
-        recipe, runtime, model, processor, optimizer, schedule, dataset, held_out, sampler, Path(recipe.output_dir)
-    )
+        recipe, runtime, model, processor, optimizer, schedule, dataset, held_out, sampler, Path(recipe.output_dir),
+        checkpoints, [] if restored else _reads(model, runtime),
+    )  # fmt: skip
+
+
+def _reads(model, runtime):
+    """What every rank has read of the files of our own model."""
+    if getattr(model, "folder", None) is None:
+        return []
+    reads = [None] * runtime.world
+    dist.all_gather_object(reads, model.bytes_read)
+    return reads
 
 
 def data_order(recipe, samples):
@@ -136,9 +153,12 @@ def describe(run):
     parameters, runtime = sum(p.numel() for p in run.model.parameters()), run.runtime
     shape = "" if runtime.cp_size == 1 else f" (dp {runtime.dp_size} x cp {runtime.cp_size})"
     shape += "" if runtime.ep_size == 1 else f", experts over {runtime.ep_size}"
+    reads = ""
+    if run.reads:
+        reads = f"; a rank read {min(run.reads) / 2**20:,.1f} to {max(run.reads) / 2**20:,.1f} MiB of the model's files"
     return (
         f"{parameters:,} parameters, {len(run.dataset):,} samples, {run.sampler.steps} steps of"
-        f" {run.sampler.microbatches} microbatches on {runtime.world} ranks{shape}"
+        f" {run.sampler.microbatches} microbatches on {runtime.world} ranks{shape}{reads}"
     )
 
 
@@ -156,8 +176,11 @@ def _build_data(recipe, processor, runtime):
     return train_set, built[1] if len(built) > 1 else None
 
 
-def _shard(recipe, model, runtime):
+def shard(recipe, model, runtime):
+    """Freezes what the recipe says, and shards the model over the ranks; returns it."""
     freeze(model, recipe.freeze_config)
+    if not isinstance(model, qwen3_5.Qwen3_5):
+        model = model.to(runtime.device)
     section = recipe.distributed
     model = parallelize_qwen3_5(
         model,
@@ -165,7 +188,10 @@ def _shard(recipe, model, runtime):
         moe_mesh=runtime.moe_mesh,
         mp_policy=_mp_policy(recipe),
         reshard_after_forward=section.reshard_after_forward,
-        activation_checkpointing=bool(section.activation_checkpointing),
+        experts_reshard_after_forward=section.moe.reshard_after_forward,
+        activation_checkpointing=section.activation_checkpointing,
+        activation_checkpointing_scope=section.activation_checkpointing_scope or "all",
+        compile=section.enable_compile,
     )
     parts.install_reduction(model, runtime.device)
     return model
@@ -203,10 +229,14 @@ def fit(run):
     logs = _open_logs(run)
     if run.recipe.step_scheduler.gc_every_steps:
         gc.disable()
+    failed = True
     try:
         evaluation = _loop(run, logs)
+        failed = False
     finally:
         gc.enable()
+        if run.checkpoints is not None:
+            run.checkpoints.close(failed=failed)
     if evaluation is None and run.held_out is not None:
         evaluation = _evaluate(run, run.sampler.steps, logs)
     if run.recipe.checkpoint.enabled and run.recipe.checkpoint.save_consolidated:
@@ -274,6 +304,7 @@ def _step(run, step, batches):
         run.optimizer,
         batches,
         lr=run.schedule(step),
+        weight_decay=run.schedule.weight_decay(step),
         max_norm=recipe.clip_grad_norm.max_norm,
         runtime=run.runtime,
         per_microbatch=recipe.pipeline.reduce_grad_per_microbatch,
@@ -302,16 +333,14 @@ def _after_step(run, step, logs):
     evaluation = None
     if run.held_out is not None and (last or _due(step, steps.val_every_steps)):
         evaluation = _evaluate(run, step, logs)
-    section = run.recipe.checkpoint
-    if section.enabled and (last or _due(step, steps.ckpt_every_steps)):
-        save_checkpoint(
-            run.checkpoints,
+    epoch = run.sampler.steps_per_epoch if steps.save_checkpoint_every_epoch else None
+    if run.checkpoints is not None and (last or _due(step, steps.ckpt_every_steps) or _due(step, epoch)):
+        run.checkpoints.save(
             step,
             run.model,
             run.optimizer,
-            run.runtime,
             data=run.data_order,
-            keep=section.max_recent_checkpoints,
+            held_out=None if evaluation is None else evaluation.loss,
         )
     if _due(step, steps.gc_every_steps):
         gc.collect()

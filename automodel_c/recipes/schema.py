@@ -28,7 +28,7 @@ class StepScheduler:
     ckpt_every_steps: int | None = None  # None: only the last step is kept
     val_every_steps: int | None = None  # None: only after the last step
     gc_every_steps: int | None = None  # None: Python collects when it likes
-    save_checkpoint_every_epoch: bool = only(False)
+    save_checkpoint_every_epoch: bool = False
 
 
 @dataclass
@@ -94,14 +94,14 @@ class Processor:
 class Checkpoint:
     enabled: bool = True
     checkpoint_dir: str | None = None  # None: <output_dir>/checkpoints
-    restore_from: str | None = None  # a step folder
-    max_recent_checkpoints: int | None = None  # None: all are kept
+    restore_from: str | None = None  # a step folder; LATEST or LOWEST_VAL, of checkpoint_dir or with a folder before it
+    max_recent_checkpoints: int | None = None  # None: all are kept; the one of LOWEST_VAL always is
     save_consolidated: bool | str = "final"  # the Hugging Face export: false or final
     model_save_format: str = only("safetensors")
-    is_async: bool = only(False)
-    wait_for_staging: bool = only(False)
+    is_async: bool = False  # written by a thread, from a copy on the host, while training goes on
+    wait_for_staging: bool = only(False, True)  # the copy is made before the next step, whatever this says
     cpu_offload: bool = only(False)
-    best_metric_key: str | None = only(None)
+    best_metric_key: str | None = only(None, "default", "loss", "val_loss")  # LOWEST_VAL goes by the held-out loss
     v4_compatible: bool = only(False)
     staging_dir: str | None = only(None)
     single_rank_consolidation: bool = only(False)
@@ -155,6 +155,17 @@ class Pipeline:
 
 
 @dataclass
+class Moe:
+    """Of experts that ranks share (distributed.ep_size)."""
+
+    reshard_after_forward: bool | None = None  # None: as distributed.reshard_after_forward
+    ignore_router_for_ac: bool = only(True)  # their choice is kept under recomputation
+    lm_head_precision: str | None = only(None)
+    wrap_outer_model: bool = only(True)
+    mp_policy: dict | None = only(None)
+
+
+@dataclass
 class Distributed:
     _target_: str | None = None  # accepted and unused, as upstream's parser does
     strategy: str = only("fsdp2")
@@ -165,18 +176,18 @@ class Distributed:
     pp_size: int | None = only(1, None)
     ep_size: int | None = 1  # ranks that share the experts of every layer, of all that were started; None: 1
     sequence_parallel: bool = only(False)
-    activation_checkpointing: bool | str = False  # false, true or "full"
-    activation_checkpointing_scope: Any = only(None, "all")
+    activation_checkpointing: bool | str = False  # false; true or "full"; "selective": some products are kept
+    activation_checkpointing_scope: str | None = None  # all (None), language or vision; a frozen tower is never in it
     defer_fsdp_grad_sync: bool | None = None  # None: true, as upstream, unless pipeline says otherwise
-    reshard_after_forward: bool = True
+    reshard_after_forward: bool | None = None  # None: FSDP2's own way, every unit but the root
     mp_policy: MpPolicy = block(MpPolicy)
     offload_policy: Any = only(None)
     autocast_dtype: str | None = only(None)
     pipeline: dict | None = only(None)
-    moe: dict | None = only(None)
+    moe: Moe = block(Moe)
     multimodal: Multimodal = block(Multimodal)
     enable_async_tensor_parallel: bool = only(False)
-    enable_compile: bool = only(False)
+    enable_compile: bool = False  # true is refused, with the reason
     enable_fsdp2_prefetch: bool = only(False)
     tp_plan: Any = only(None)
     patch_is_packed_sequence: bool = only(False)
@@ -241,10 +252,12 @@ class ClipGradNorm:
 
 @dataclass
 class Prewarm:
-    cublas_backward: bool = only(False)
-    fla_gdn_autotune: bool = only(False)
-    mamba_ssd_autotune: bool = only(False)
-    comm_groups: bool = only(False)
+    """What is done before the first step. Nothing tunes itself at run time: the autotune keys change nothing."""
+
+    cublas_backward: bool = False  # small products, forward and backward, on CUDA
+    fla_gdn_autotune: bool = False
+    mamba_ssd_autotune: bool = False
+    comm_groups: bool = False  # one number through every group of the meshes
 
 
 @dataclass
@@ -265,18 +278,18 @@ class Optimizer:
 
 @dataclass
 class LrScheduler:
-    lr_decay_style: str = "constant"  # constant, linear or cosine
+    lr_decay_style: str = "constant"  # constant, linear, cosine, inverse-square-root or WSD
     lr_warmup_steps: int = 0
     lr_decay_steps: int | None = None  # None: all steps of the run
     init_lr: float = 0.0  # where the warm-up starts
     max_lr: float | None = None  # None: optimizer.lr
     min_lr: float = 0.0  # where the decay ends
-    start_wd: float | None = only(None)
-    end_wd: float | None = only(None)
-    wd_incr_steps: int | None = only(None)
-    wd_incr_style: str | None = only(None, "constant")
-    wsd_decay_steps: int | None = only(None)
-    lr_wsd_decay_style: str | None = only(None)
+    start_wd: float | None = None  # weight decay of the first step; None: optimizer.weight_decay
+    end_wd: float | None = None  # and from wd_incr_steps on; None: start_wd
+    wd_incr_steps: int | None = None  # None: all steps of the run
+    wd_incr_style: str | None = None  # constant (None), linear or cosine
+    wsd_decay_steps: int | None = None  # for WSD: the last so many steps before lr_decay_steps decay
+    lr_wsd_decay_style: str | None = None  # exponential (None), linear, cosine or minus_sqrt
 
 
 @dataclass

@@ -57,8 +57,10 @@ def accumulate_gradients(model, batches, labels, *, runtime, per_microbatch, fus
     return sums
 
 
-def train_step(model, optimizer, batches, *, lr, max_norm, runtime, per_microbatch, fused=False):
-    """One step at learning rate `lr`. Returns a StepResult.
+def train_step(
+    model, optimizer, batches, *, lr, max_norm, runtime, per_microbatch, fused=False, weight_decay=None
+):  # fmt: skip
+    """One step at learning rate `lr`, and with `weight_decay` (None: the optimizer's). Returns a StepResult.
 
     FloatingPointError before the weights are touched when loss or gradient norm is not finite.
     """
@@ -73,6 +75,8 @@ def train_step(model, optimizer, batches, *, lr, max_norm, runtime, per_microbat
         raise FloatingPointError(f"loss {result.loss} and gradient norm {result.grad_norm} must be finite")
     for group in optimizer.param_groups:
         group["lr"] = lr
+        if weight_decay is not None:
+            group["weight_decay"] = weight_decay
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return result

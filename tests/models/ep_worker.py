@@ -220,8 +220,8 @@ class _Slice:
     def __init__(self, part, key, seen):
         self.part, self.key, self.seen = part, key, seen
 
-    def get_shape(self):
-        return self.part.get_shape()
+    def __getattr__(self, name):
+        return getattr(self.part, name)
 
     def __getitem__(self, index):
         found = self.part[index]

@@ -4,9 +4,10 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from automodel_c.models.export import export_hf
-from automodel_c.parallel import faults
+from automodel_c.parallel import faults, fsdp_units
 from automodel_c.recipes import finetune_vlm
 from automodel_c.recipes.calls import OwnCalls
 from automodel_c.recipes.config import load_recipe
@@ -38,6 +39,30 @@ def trained(recipe, overrides):
     with mock.patch.object(finetune_vlm, "draw_curves"):
         fit(run)
     return describe(run)
+
+
+def held(recipe, overrides):
+    """Bytes of (masters, moments, gradients, largest unit as it is gathered) on this rank after a step."""
+    run, units = started(recipe, overrides), []
+    for unit in fsdp_units.units(run.model):
+        unit.register_forward_pre_hook(lambda module, _: units.append(_own_bytes(module)))
+    for _, batch in zip(range(run.sampler.microbatches), _loader(run), strict=False):
+        run.model(batch)[0].backward()
+    run.optimizer.step()
+    local = [(_nbytes(p), sum(map(_nbytes, run.optimizer.state[p].values())), p.grad) for p in run.model.parameters()]
+    masters, moments = (sum(of[at] for of in local) for at in (0, 1))
+    return masters, moments, sum(_nbytes(grad) for *_, grad in local if grad is not None), max(units)
+
+
+def _nbytes(tensor):
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.numel() * local.element_size()
+
+
+def _own_bytes(unit):
+    """Of the plain tensors that a unit's gathered parameters are just then, of those that its own group holds."""
+    group = fsdp_units.param_group(unit)
+    return 0 if group is None else sum(_nbytes(p._unsharded_param) for p in group.fsdp_params)
 
 
 def first_step(recipe, overrides):

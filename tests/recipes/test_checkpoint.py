@@ -1,15 +1,22 @@
 """Checkpoints and metrics of a run that is started again."""
 
+import contextlib
 import json
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 from automodel_c.optim import FusedAdamW
-from automodel_c.recipes.checkpoint import load_checkpoint, save_checkpoint
+from automodel_c.recipes import checkpoint
+from automodel_c.recipes.checkpoint import Checkpoints, checkpoint_step, load_checkpoint, save_checkpoint, step_folder
 from automodel_c.recipes.config import load_recipe
 from automodel_c.recipes.metrics import MetricsLog
-from automodel_c.recipes.runtime import start_ranks
+from automodel_c.recipes.runtime import runtime_over, start_ranks
+from tests.ranks import RankPool
 
 from .conftest import DIGITS
 
@@ -30,7 +37,7 @@ def _trained(**settings):
 
 
 def _steps(folder):
-    return sorted(p.name for p in folder.iterdir())
+    return sorted(p.name for p in folder.iterdir() if p.is_dir())
 
 
 def test_save_checkpoint_keeps_what_was_written_last(runtime, tmp_path):
@@ -54,6 +61,108 @@ def test_load_checkpoint_takes_the_settings_of_the_recipe(runtime, tmp_path):
     assert torch.equal(fresh.state[other.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
     (group,) = fresh.param_groups
     assert (tuple(group["betas"]), group["weight_decay"], group["eps"]) == ((0.5, 0.6), 0.2, 1e-6)
+
+
+def test_a_checkpoint_in_the_background_is_of_its_step(runtime, tmp_path):
+    """What is trained meanwhile is not in it; it is there when the next one begins."""
+    model, optimizer = _trained()
+    before, moment = model.weight.detach().clone(), optimizer.state[model.weight]["exp_avg"].clone()
+    checkpoints = Checkpoints(tmp_path, runtime, background=True)
+    folder = checkpoints.save(1, model, optimizer, data={"seed": 3})
+    with torch.no_grad():
+        model.weight.fill_(torch.nan)
+        optimizer.state[model.weight]["exp_avg"].fill_(torch.nan)
+    checkpoints.close()
+    other, fresh = _trained()
+    assert load_checkpoint(folder, other, fresh, runtime, data={"seed": 3}) == 1
+    assert torch.equal(other.weight, before) and torch.equal(fresh.state[other.weight]["exp_avg"], moment)
+
+
+@pytest.mark.parametrize("what", ["step", "metadata"])
+def test_a_write_in_the_background_that_fails(runtime, tmp_path, monkeypatch, what):
+    """It is raised at the next save and at the end; what was written before stays, and a later one can succeed."""
+    model, optimizer = _trained()
+    checkpoints = Checkpoints(tmp_path, runtime, background=True)
+    checkpoints.save(1, model, optimizer, data={})
+    checkpoints.wait()
+
+    rename = Path.rename
+
+    def fail(path, target):
+        if what in path.name:
+            raise OSError("disk full")
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", fail)
+        checkpoints.save(2, model, optimizer, data={})
+        with pytest.raises((OSError, RuntimeError), match="disk full"):
+            checkpoints.save(3, model, optimizer, data={})
+        checkpoints.save(3, model, optimizer, data={})
+        with pytest.raises((OSError, RuntimeError), match="disk full"):
+            checkpoints.close()
+    assert _steps(tmp_path)[-1] == "step_1" and step_folder("LATEST", tmp_path) == tmp_path / "step_1"
+    again = Checkpoints(tmp_path, runtime, background=True)
+    again.save(4, model, optimizer, data={})
+    again.close()
+    assert _steps(tmp_path) == ["step_1", "step_4"], "nothing is left of those that failed"
+
+
+@pytest.fixture(scope="module")
+def two():
+    """Not the session's: runs in this process that fail, as others test, cut the connections of its store."""
+    pool = RankPool(2)
+    yield pool
+    pool.close()
+
+
+def fails_on_one_rank(folder, rank, name):
+    """What each of two ranks says at the end, where `name` of a Checkpoints' way fails on one; then it goes well."""
+    said, checkpoints = [], Checkpoints(folder, runtime_over((2, 1), torch.device("cpu")), background=True)
+    model, optimizer = _trained()
+
+    def fail(*_, **__):
+        raise OSError("disk full")
+
+    for step, broken in ((1, False), (2, True), (3, False)):
+        owner = checkpoint if name == "_point" else dcp.FileSystemWriter
+        with mock.patch.object(owner, name, fail) if broken and dist.get_rank() == rank else contextlib.nullcontext():
+            checkpoints.save(step, model, optimizer, data={})
+            try:
+                checkpoints.wait()
+                said.append(None)
+            except Exception as error:
+                said.append(f"{type(error).__name__}: {error}")
+    checkpoints.close()
+    return said
+
+
+@pytest.mark.parametrize(("rank", "name"), [(1, "write_data"), (0, "_point")])
+def test_a_write_that_fails_on_one_rank_is_raised_on_all(two, tmp_path, rank, name):
+    for number, said in enumerate(two.run(fails_on_one_rank, tmp_path, rank, name)):
+        assert said[0] is said[2] is None and "disk full" in said[1] and f"rank {rank}" in said[1] + f"rank {number}"
+    assert step_folder("LATEST", tmp_path).name == "step_3"
+
+
+def test_pointers(runtime, tmp_path):
+    """LATEST is the newest; LOWEST_VAL that of the lowest held-out loss, which stays beyond the newest ones, and is
+    found again by another run."""
+    model, optimizer = _trained()
+    losses = {1: 3.0, 2: None, 3: 1.5, 4: 2.0, 5: None, 6: 1.5, 7: 9.0}
+    lowest, kept = dict(zip(losses, (1, 1, 3, 3, 3, 6, 6), strict=True)), set()
+    for step, loss in losses.items():
+        Checkpoints(tmp_path, runtime, keep=2).save(step, model, optimizer, data={}, held_out=loss)
+        kept = {*sorted(kept | {step})[-2:], lowest[step]}
+        assert _steps(tmp_path) == sorted(f"step_{n}" for n in kept)
+        for pointer, named in (("LATEST", step), ("LOWEST_VAL", lowest[step])):
+            for path, folder in ((pointer, tmp_path), (tmp_path / pointer, None)):
+                assert checkpoint_step(step_folder(path, folder)) == named
+    assert step_folder(tmp_path / "step_6") == tmp_path / "step_6"
+
+
+def test_no_such_pointer(tmp_path):
+    with pytest.raises(ValueError, match=r"checkpoint\.restore_from='.*LOWEST_VAL': No such file"):
+        step_folder("LOWEST_VAL", tmp_path)
 
 
 @pytest.mark.parametrize("torn", ["", '{"step": 3, "lo', '{"step": 3}'])

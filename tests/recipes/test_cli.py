@@ -105,7 +105,8 @@ def test_plan_explains_a_pack(capsys):
             "model.config.text_config.vocab_size: expected an int, found None",
         ),
         ("model.torch_dtype=int8", "model.torch_dtype: expected a floating-point dtype"),
-        ("lr_scheduler.lr_decay_style=WSD", "lr_decay_style='WSD' is not supported"),
+        ("lr_scheduler.lr_decay_style=WSD", "wsd_decay_steps: lr_decay_style=WSD needs it"),
+        ("distributed.enable_compile=true", "enable_compile=True is not supported: a layer is compiled for one pack"),
     ],
 )
 def test_main_refused_while_building(capsys, tiny, tmp_path, override, message):

@@ -180,12 +180,11 @@ def test_load_recipe_bad_file(tmp_path, text, message):
         ("distributed.pp_size", "4"),
         ("distributed.strategy", "megatron_fsdp"),
         ("distributed.sequence_parallel", "true"),
-        ("distributed.activation_checkpointing", "selective"),
-        ("checkpoint.is_async", "true"),
+        ("distributed.moe.lm_head_precision", "float32"),
+        ("checkpoint.best_metric_key", "accuracy"),
         ("checkpoint.model_save_format", "torch_save"),
         ("packed_sequence.attn_implementation", "flash_attention_2"),
         ("optimizer.exp_avg_dtype", "bfloat16"),
-        ("prewarm.comm_groups", "true"),
         ("wandb", "{project: x}"),
         ("dataloader.drop_last", "false"),
         ("loss_fn._target_", "ChunkedCrossEntropy"),
@@ -194,6 +193,24 @@ def test_load_recipe_bad_file(tmp_path, text, message):
 def test_load_recipe_not_supported(recipe, key, value):
     with pytest.raises(NotImplementedError, match=f"{key}=.* is not supported yet; only"):
         recipe({}, f"{key}={value}")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("distributed.activation_checkpointing", "partly"),
+        ("distributed.activation_checkpointing_scope", "audio"),
+        ("lr_scheduler.wsd_decay_steps", "0"),
+        ("distributed.ep_size", "nothing"),
+    ],
+)
+def test_load_recipe_bad_choice(recipe, key, value):
+    with pytest.raises(RecipeError, match=rf"{key}: expected .*, found "):
+        recipe({}, f"{key}={value}")
+
+
+def test_load_recipe_none_is_null(recipe):
+    assert recipe({"distributed": {"dp_size": "none", "reshard_after_forward": "none"}}).distributed.dp_size is None
 
 
 def test_load_recipe_video_processor(recipe):

@@ -40,8 +40,10 @@ def test_train_output(finished):
     folder, done = finished
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert [row["step"] for row in _rows(folder / "validation.jsonl")] == [4, 6]
-    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["step_3", "step_6"]
-    assert all((p / ".metadata").is_file() for p in (folder / "checkpoints").iterdir())
+    checkpoints = folder / "checkpoints"
+    assert sorted(p.name for p in checkpoints.iterdir()) == ["LATEST", "LOWEST_VAL", "step_3", "step_6"]
+    assert all((checkpoints / name / ".metadata").is_file() for name in ("step_3", "step_6"))
+    assert all((checkpoints / name).read_text() == "step_6\n" for name in ("LATEST", "LOWEST_VAL"))
     assert "held-out accuracy: " in done.stdout and " of 21)" in done.stdout
     assert re.search(r"\n  videos \S+ % \(\d of 7\), images \S+ % \(\d+ of 14\)", done.stdout)
     for row in _rows(folder / "validation.jsonl"):
@@ -82,6 +84,7 @@ def test_train_resumes(finished, tiny, tmp_path):
         *tiny,
         f"output_dir={tmp_path / 'run'}",
         f"checkpoint.restore_from={tmp_path / 'run' / 'checkpoints' / 'step_3'}",
+        "checkpoint.is_async=true",
     )
     keys = ("step", "loss", "grad_norm", "lr", "tokens")
     before, after = ([[row[k] for k in keys] for row in _rows(f / "metrics.jsonl")] for f in (folder, tmp_path / "run"))
@@ -140,7 +143,10 @@ def test_train_from_export(finished, tiny, tmp_path, capsys):
         )
         == 0
     )
-    assert "recipe is fine" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    read = re.search(r"recipe is fine: .*; a rank read (\S+) to (\S+) MiB of the model's files", out)
+    size = (finished[0] / "hf" / "model.safetensors").stat().st_size / 2**20
+    assert read and float(read[1]) == float(read[2]) == pytest.approx(size, abs=0.1)
 
 
 def test_export_of_a_checkpoint(finished, tiny, tmp_path, capsys):

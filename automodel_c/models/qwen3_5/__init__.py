@@ -6,7 +6,8 @@
 Needs torch and safetensors; configurations and checkpoints are transformers' without its code.
 """
 
+from .checkpoint import Files
 from .config import CONFIGS, Config, read_config
-from .model import Qwen3_5, load
+from .model import Qwen3_5, load, materialise
 
-__all__ = ["CONFIGS", "Config", "Qwen3_5", "load", "read_config"]
+__all__ = ["CONFIGS", "Config", "Files", "Qwen3_5", "load", "materialise", "read_config"]

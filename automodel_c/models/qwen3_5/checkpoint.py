@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -24,15 +25,26 @@ from automodel_c.parallel import faults
 
 from ..gates import published_name
 from .experts import whole_experts
+from .quantized import DTYPES, SCALE, block_size, dequantise, scale_shape, scale_slices
+from .shards import Part
 
 LAYOUTS = ("grouped", "split")
 _PARTS = {"decoder": "model.language_model.layers.", "mtp": "mtp.layers."}
 _EXPERTS = re.compile(r"^(?P<layer>.*\.layers\.\d+)\.mlp\.experts\.(?:(?P<expert>\d+)\.)?(?P<what>\w+?)(?:\.weight)?$")
+_ITEMSIZE = {  # of safetensors' names
+    **{"F64": 8, "F32": 4, "F16": 2, "BF16": 2},
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8"), 1),
+}
+_NOT_OURS = ("torch_dtype", "quantization_config")  # of a config.json: what is written is not quantized
 _log = logging.getLogger(__name__)
 
 
 class Files:
-    """The tensors of a model directory, by the model's own keys."""
+    """The tensors of a model directory, by the model's own keys.
+
+    Attributes: bytes_read, what of the files `fill` has read, or on the meta device would have; total_bytes, of all
+    tensors that belong to the model.
+    """
 
     def __init__(self, folder):
         self.folder = Path(folder)
@@ -41,7 +53,10 @@ class Files:
             for key in keys:
                 if not key.endswith("rotary_emb.inv_freq"):  # is made from the configuration
                     self.at[_normalised(key)] = (name, key)
+        bases = [key.removesuffix(SCALE) for key in self.at if key.endswith(SCALE)]
+        self.scales = {base: self.at.pop(base + SCALE) for base in bases if base in self.at}
         self.layouts = {part: _layout(self.at, part, prefix) for part, prefix in _PARTS.items()}
+        self.bytes_read = 0
         self._open = {}
 
     def with_mtp(self, text):
@@ -54,38 +69,40 @@ class Files:
             )  # fmt: skip
         return dataclasses.replace(text, mtp_num_hidden_layers=len(found))
 
+    @property
+    def total_bytes(self):
+        return sum((self.folder / name).stat().st_size for name in {name for name, _ in self.at.values()})
+
     @torch.no_grad()
     def fill(self, model):
         """Writes every parameter of `model` from the files, in its own dtype; on the meta device shapes are checked
-        alone. Of experts it reads those that the model's rank holds. Returns the layouts of the experts,
-        {"decoder": ..., "mtp": ...}.
+        alone. Of what ranks share, experts and shards of FSDP2, it reads this rank's part. Blocks of 8-bit floats are
+        multiplied by their scales. Returns the layouts of the experts, {"decoder": ..., "mtp": ...}.
 
-        RuntimeError names the keys that are missing and those that are left over; ValueError a shape that disagrees.
+        RuntimeError names the keys that are missing and those that are left over; ValueError a shape that disagrees;
+        NotImplementedError another kind of quantized weights.
         """
-        sources, experts = {}, model.config.text.num_experts
+        block, sources = block_size(model.config.source), {}
         for name, tensor in model.state_dict().items():
-            sources |= dict(self._sources(published_name(name), tensor, experts, model.ep))
+            sources |= dict(self._sources(published_name(name), tensor, model.config.text.num_experts, model.ep))
         self._account(sources)
-        for key, target in sources.items():
-            if target is not None:
-                self._read(key, *target)
+        for key in sorted(sources, key=self.at.get):  # a file after another
+            if sources[key] is not None:
+                self._read(key, sources[key], block)
         return dict(self.layouts)
 
     def _sources(self, key, tensor, experts, ep):
-        """(key in the files, None where it is another rank's, else (the tensor or the part of it that it fills, which
-        of the key's first axis it takes, of how many))."""
+        """(key in the files, the `Part` of it that this rank holds, None where it holds nothing)."""
         match = _EXPERTS.match(key)
         if not match:
-            yield key, (tensor, slice(None), None)
+            yield key, Part.of(tensor)
             return
-        first, end = ep.range(experts)
+        part = Part.of(tensor, ep.range(experts)[0], experts)
         if self.layouts[_part(key)] != "split":
-            yield key, (tensor, slice(first, end), experts)
+            yield key, part
             return
         for expert in range(experts):
-            mine = first <= expert < end
-            for name, part in _split(match["layer"], match["what"], expert, tensor[expert - first] if mine else None):
-                yield name, (part, slice(None), None) if mine else None
+            yield from _split(match["layer"], match["what"], expert, part.row(expert), _halves)
 
     def _account(self, sources):
         missing, left = [k for k in sources if k not in self.at], [k for k in self.at if k not in sources]
@@ -93,22 +110,56 @@ class Files:
         if said:
             raise RuntimeError(f"load: the files of {self.folder} do not fit config.json; " + "; ".join(said))
 
-    def _read(self, key, out, taken, rows):
-        """Fills `out` with those rows of a key that `taken` is, of `rows` in all (None: as many as `out` has)."""
+    def _read(self, key, part, block):
+        """Fills a `Part` of a key."""
         name, there = self.at[key]
+        file = self._file(name)
+        stored = file.get_slice(there)
+        _check_shape(key, name, stored.get_shape(), part.shape)
+        scale = self._scale(key, part, block)
+        if not part.tensor.numel():
+            return
+        self.bytes_read += part.tensor.numel() * _ITEMSIZE.get(stored.get_dtype(), 0)
+        if part.tensor.is_meta:
+            return
+        values = file.get_tensor(there) if part.whole else stored[part.slices]
+        if scale is not None:
+            values = dequantise(values, scale, part.slices, block)
+        elif values.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+            kind = f"without {key}{SCALE}" if values.dtype in DTYPES else "which is not read"
+            raise NotImplementedError(f"load: {key} is {values.dtype} in {name}, {kind}")
+        part.tensor.copy_(values)
+
+    def _scale(self, key, part, block):
+        """The scales of the blocks that a part lies in, None where the key has none or the part no numbers."""
+        if key not in self.scales:
+            return None
+        name, there = self.scales[key]
+        stored = self._file(name).get_slice(there)
+        if len(part.shape) < 2:
+            raise ValueError(f"load: {key}{SCALE} belongs to a weight of {len(part.shape)} axes, 2 are needed")
+        _check_shape(key + SCALE, name, stored.get_shape(), scale_shape(part.shape, block))
+        if not part.tensor.numel():
+            return None
+        slices = scale_slices(part.slices, block)
+        self.bytes_read += math.prod(s.stop - s.start for s in slices) * _ITEMSIZE.get(stored.get_dtype(), 0)
+        return None if part.tensor.is_meta else stored[slices]
+
+    def _file(self, name):
         if name not in self._open:
             self._open = {name: safe_open(self.folder / name, framework="pt")}
-        stored = self._open[name].get_slice(there)
-        shape, needed = list(stored.get_shape()), list(out.shape)
-        needed[:1] = needed[:1] if rows is None else [rows]
-        if shape != needed:
-            raise ValueError(f"load: {key} has shape {shape} in {name}, the model needs {needed}")
-        if out.is_meta:
-            return
-        tensor = self._open[name].get_tensor(there) if rows is None or len(out) == rows else stored[taken]
-        if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-            raise NotImplementedError(f"load: {key} is {tensor.dtype} in {name}; quantized weights are not read")
-        out.copy_(tensor)
+        return self._open[name]
+
+
+def _check_shape(key, name, found, needed):
+    if list(found) != list(needed):
+        raise ValueError(f"load: {key} has shape {list(found)} in {name}, the model needs {list(needed)}")
+
+
+def _halves(part):
+    """The parts of the gate and of the other half of one expert's `gate_up_proj`."""
+    middle = part.shape[0] // 2
+    return part.rows(0, middle), part.rows(middle, 2 * middle)
 
 
 def _contents(folder):
@@ -155,13 +206,13 @@ def _layout(keys, part, prefix):
     return next(iter(found), "grouped")
 
 
-def _split(layer, what, expert, whole):
+def _split(layer, what, expert, whole, halves=lambda whole: whole.chunk(2)):
     """(split key, its part of one expert's grouped weight, None of None)."""
     base = f"{layer}.mlp.experts.{expert}"
     if what == "down_proj":
         yield f"{base}.down_proj.weight", whole
     else:
-        gate, up = (None, None) if whole is None else whole.chunk(2)
+        gate, up = (None, None) if whole is None else halves(whole)
         yield f"{base}.gate_proj.weight", gate
         yield f"{base}.up_proj.weight", up
 
@@ -189,8 +240,7 @@ def save(model, folder, *, experts=None, shard_bytes=5 * 10**9, state=None, extr
         raise ValueError(
             "save: the weights are shards of several ranks; models.export.export_hf gathers and writes them"
         )
-    loaded = getattr(model, "expert_layouts", {})
-    layouts = {part: experts or loaded.get(part, "split") for part in _PARTS}
+    layouts = {part: experts or model.expert_layouts.get(part, "split") for part in _PARTS}
     group = model.ep.group if state is None else None
     first = group is None or model.ep.rank == 0
     if state is None:
@@ -239,8 +289,9 @@ def _config(model):
     mtp = 0 if model.mtp is None else len(model.mtp.layers)
     text = dataclasses.replace(model.config.text, mtp_num_hidden_layers=mtp)
     mapping = dataclasses.replace(model.config, text=text).to_dict()
+    mapping["text_config"] = {k: v for k, v in mapping["text_config"].items() if k not in _NOT_OURS}
     dtype = str(model.lm_head.weight.dtype).removeprefix("torch.")
-    return {**{k: v for k, v in mapping.items() if k != "torch_dtype"}, "dtype": dtype}
+    return {**{k: v for k, v in mapping.items() if k not in _NOT_OURS}, "dtype": dtype}
 
 
 def _published(state, layouts):

@@ -2,16 +2,19 @@
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from ..gates import HOLDER
 from .experts import Experts, Router
 from .gated_delta_net import GatedDeltaNet
 from .layers import GatedRMSNorm, LayerNorm, RMSNorm
+from .shards import Part
 
 
 @torch.no_grad()
 def initialise(model):
     """Fills every parameter of a Qwen3_5 from torch's generator: equal seeds give equal models, whatever ranks share
-    their experts."""
+    their experts or, under FSDP2, all weights. No more than one weight is whole at a time."""
     text, vision = model.config.text.initializer_range, model.config.vision.initializer_range
     for name, module in model.named_modules():
         _fill(module, vision if name.startswith("model.visual") else text)
@@ -19,22 +22,35 @@ def initialise(model):
 
 def _fill(module, std):
     if isinstance(module, nn.Linear | nn.Embedding | nn.Conv1d | nn.Conv3d):
-        module.weight.normal_(0.0, std)
+        _draw(module.weight, lambda weight: weight.normal_(0.0, std))
         if getattr(module, "bias", None) is not None:
             module.bias.zero_()
     elif isinstance(module, Router):
-        module.weight.normal_(0.0, std)
+        _draw(module.weight, lambda weight: weight.normal_(0.0, std))
     elif isinstance(module, Experts):
         for weight in module.parameters():
-            whole = weight.new_empty(len(weight) * module.ep.ranks, *weight.shape[1:])
-            first, end = module.ep.range(len(whole))
-            weight.copy_(whole.normal_(0.0, std)[first:end])
+            rows = len(weight) if isinstance(weight, DTensor) else len(weight) * module.ep.ranks
+            _draw(weight, lambda weight: weight.normal_(0.0, std), module.ep.range(rows)[0], rows)
     elif isinstance(module, GatedDeltaNet):
-        module.A_log.uniform_(0.01, 16).log_()  # away from 0, whose log is -inf
-        module.dt_bias.fill_(1.0)
+        gates = getattr(module, HOLDER, module)
+        _draw(gates.A_log, lambda weight: weight.uniform_(0.01, 16).log_())  # away from 0, whose log is -inf
+        gates.dt_bias.fill_(1.0)
     elif isinstance(module, RMSNorm):
         module.weight.zero_()
     elif isinstance(module, GatedRMSNorm | LayerNorm):
         module.weight.fill_(1.0)
         if getattr(module, "bias", None) is not None:
             module.bias.zero_()
+
+
+def _draw(weight, draw, first=0, rows=None):
+    """Lets `draw` fill a weight, of which a rank that holds a part keeps that part; see `Part.of`. Shards are drawn on
+    the CPU, so that they do not depend on the device."""
+    part = Part.of(weight, first, rows)
+    if part.whole and not isinstance(weight, DTensor):
+        draw(weight)
+        return
+    device = "cpu" if isinstance(weight, DTensor) else weight.device
+    whole = torch.empty(part.shape, dtype=weight.dtype, device=device)
+    draw(whole)
+    part.tensor.copy_(whole[part.slices])

@@ -22,6 +22,8 @@ from .step import IGNORE, Batch, OnHost
 from .text import TextModel
 from .vision import VisionModel
 
+RECOMPUTE = (False, None, True, "full", "selective")
+SCOPES = ("all", "language", "vision")
 _AUX_LOSS = (None, "transformers", "per_layer")
 _PARALLEL = ("dp", "tp", "pp", "ep", "dp_size", "tp_size", "pp_size", "cp_size", "ep_size", "mesh")
 
@@ -38,9 +40,11 @@ def load(
             generator.
         dtype: torch.float32 or torch.bfloat16; None is what the configuration names, else float32. A_log and dt_bias
             are float32 in any case.
-        device: "meta" makes a model without memory, of a directory too.
+        device: "meta" makes a model without memory, of a directory too; `materialise` gives it memory and weights, when
+            it has been sharded or before.
         activation_checkpointing: True or "full" makes the activations inside each decoder layer and vision block
-            again in backward; no bit changes.
+            again in backward, "selective" those alone that are no attention, gated delta rule or every second product
+            of matrices; no bit changes.
         aux_loss: None adds transformers' auxiliary loss where the configuration's output_router_logits asks for it;
             "transformers" adds it anyway, "per_layer" adds the sum of every layer's own.
         cp: a `parallel.ContextParallel`: the ranks that share every pack. Each passes the whole batch and gets a part
@@ -67,9 +71,10 @@ def load(
             does not have.
     """
     _refuse_parallel({} if isinstance(cp, ContextParallel) else {"cp": cp}, parallel)
-    if activation_checkpointing not in (False, True, "full", None):
+    if activation_checkpointing not in RECOMPUTE:
         raise ValueError(
-            f"load: activation_checkpointing is {activation_checkpointing!r}, False, True or 'full' is needed"
+            f"load: activation_checkpointing is {activation_checkpointing!r}, False, True, 'full' or 'selective' is"
+            " needed"
         )
     if aux_loss not in _AUX_LOSS:
         raise ValueError(f"load: aux_loss is {aux_loss!r}, None, 'transformers' or 'per_layer' is needed")
@@ -80,7 +85,7 @@ def load(
     ep = _expert_parallel(ep_group, config.text.num_experts)
     folder = path_or_config if isinstance(path_or_config, str) or hasattr(path_or_config, "__fspath__") else None
     model = _build(config, folder, dtype, device, ep)
-    model.recompute(bool(activation_checkpointing))
+    model.recompute(activation_checkpointing)
     model.aux_loss = aux_loss
     model.cp = cp if isinstance(cp, ContextParallel) else None
     if frame_sharding is not None:
@@ -93,9 +98,10 @@ class Qwen3_5(nn.Module):
 
     Attributes: config; model.language_model, model.visual, lm_head; mtp, or None where there is none (set it to None
     to train without); aux_loss and cp, as in `load`; ep, the ranks that share the experts; frame_sharding, a
-    `FrameSharding`; aux_share, by which the auxiliary loss is multiplied where it is added: a step of several batches
-    gives each its share of the average; loss_extra_bytes, what the loss may hold beyond its gradients on CUDA, None for
-    as much as a float32 gradient of lm_head, which its reduction takes later anyway: logits that fit are made once.
+    `FrameSharding`; folder, the directory that it was loaded from, or None, and bytes_read, how much of it this rank
+    read; aux_share, by which the auxiliary loss is multiplied where it is added: a step of several batches gives each
+    its share of the average; loss_extra_bytes, what the loss may hold beyond its gradients on CUDA, None for as much as
+    a float32 gradient of lm_head, which its reduction takes later anyway: logits that fit are made once.
     """
 
     def __init__(self, config):
@@ -104,6 +110,7 @@ class Qwen3_5(nn.Module):
         self.aux_loss, self.cp, self.frame_sharding = None, None, FrameSharding()
         self.aux_share = 1.0
         self.loss_extra_bytes = None
+        self.folder, self.bytes_read, self.expert_layouts = None, 0, {}
         self.model = nn.Module()
         self.model.language_model = TextModel(config.text)
         self.model.visual = VisionModel(config.vision)
@@ -208,11 +215,13 @@ class Qwen3_5(nn.Module):
             extra_bytes=extra_bytes,
         )  # fmt: skip
 
-    def recompute(self, value):
-        """Whether backward makes the activations inside layers and blocks again instead of keeping them."""
-        for part in (self.model.language_model, self.model.visual, self.mtp):
-            if part is not None:
-                part.recompute = value
+    def recompute(self, value, scope="all"):
+        """Whether backward makes the activations inside layers and blocks again instead of keeping them: one of
+        RECOMPUTE. scope: one of SCOPES, the parts that this is about; the others keep theirs."""
+        language = [part for part in (self.model.language_model, self.mtp) if part is not None]
+        for name, parts in (("language", language), ("vision", [self.model.visual])):
+            for part in parts:
+                part.recompute = ("full" if value is True else value or False) if scope in ("all", name) else False
 
     def save_pretrained(self, folder, *, experts=None):
         """Writes safetensors and config.json as transformers reads them; where ranks share the experts, all call it.
@@ -247,9 +256,28 @@ def _build(config, folder, dtype, device, ep):
     if not meta:
         model.to_empty(device=device or "cpu")
     if files is not None:
-        model.expert_layouts = files.fill(model)
+        model.folder, model.expert_layouts = folder, files.fill(model)
+        model.bytes_read = 0 if meta else files.bytes_read
     elif not meta:
         initialise(model)
+    return model
+
+
+def materialise(model, device="cpu", *, weights=True):
+    """Gives a model that was loaded on the meta device memory and its weights, in place, and returns it.
+
+    model: a Qwen3_5, as `load` made it or sharded by `parallelize_qwen3_5` since: a rank then reads its shards alone,
+    and of drawn weights no more than one is whole at a time. They are those that `load` gives on the same seed.
+    device: of the memory. weights: False leaves them undefined, for who fills them at once.
+    `model.bytes_read` says what of the files this rank has read. Raises what `load` raises of files.
+    """
+    model.to_empty(device=device)
+    if weights and model.folder is None:
+        initialise(model)
+    elif weights:
+        files = Files(model.folder)
+        files.fill(model)
+        model.bytes_read = files.bytes_read
     return model
 
 
