@@ -57,6 +57,19 @@ def scale_(
 
 # comm
 def comm_reduce_parts(out: Tensor, parts: Tensor, *, scale: float) -> None: ...
+def comm_id() -> str: ...
+def comm_open(id: str, *, rank: int, ranks: int, device: int) -> int: ...
+def comm_state(comm: int) -> tuple[bool, bool]: ...
+def comm_exchange(
+    arriving: Tensor,  # any dtype, contiguous, written; on CUDA
+    sent: Tensor,
+    *,
+    comm: int,
+    send_bytes: Index,  # [ranks]
+    receive_bytes: Index,
+) -> None: ...
+def comm_join(arriving: Tensor, *, comm: int) -> None: ...
+def comm_close(comm: int, *, abort: bool) -> None: ...
 
 # attention
 def attention_workspace(
@@ -125,6 +138,20 @@ def exchange_sum(
     reverse: bool,
     runs: bool,
 ) -> None: ...
+def exchange_table(moves: Index, *, rows_x: int, rows_out: int, reverse: bool, runs: bool) -> NDArray[np.int64]: ...
+def exchange_index(
+    moves: Index,
+    own_moves: Index,
+    *,
+    own_after: int,
+    rows_x: int,
+    rows_own: int,
+    rows_out: int,
+    reverse: bool,
+    runs: bool,
+) -> NDArray[np.int64]: ...
+def exchange_copy_by(out: Tensor, x: Tensor, table: Tensor, *, rows: int) -> None: ...
+def exchange_sum_by(out: Tensor, x: Tensor, own: Tensor, index: Tensor) -> None: ...
 
 # conv
 def causal_conv1d_forward(

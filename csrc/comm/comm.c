@@ -6,6 +6,10 @@
 #include "am_cpu.h"
 #include "am_pool.h"
 
+#ifndef AM_WITH_CUDA
+#define am_cuda_comm_reduce_parts(a, ex) am_no_cuda("comm_reduce_parts")
+#endif
+
 enum { REDUCE_BLOCK = 256, REDUCE_GRAIN = 1 << 14 };
 
 typedef void (*reduce_fn)(void *out, const void *parts, int64_t n, int64_t ranks, int64_t stride, float scale);
@@ -78,8 +82,8 @@ am_status am_comm_reduce_parts(const am_comm_reduce_parts_args *a, const am_exec
     AM_TRY(check(a));
     if (am_numel(&a->out) == 0)
         return AM_OK;
-    AM_CHECK(ex->dev == AM_DEV_CPU, AM_ERR_UNSUPPORTED,
-             "comm_reduce_parts: there is a CPU kernel only; on CUDA leave the reduction to the process group");
+    if (ex->dev == AM_DEV_CUDA)
+        return am_cuda_comm_reduce_parts(a, ex);
     const reduce_rows rows = kernels[am_cpu_isa()];
     reduce_job job = {rows[a->parts.dtype == AM_BF16][a->out.dtype == AM_BF16], a, a->parts.stride[0]};
     am_parallel_for(a->out.shape[0], REDUCE_GRAIN, reduce_range, &job);

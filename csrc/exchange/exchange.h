@@ -24,13 +24,17 @@
  * A key head's row goes to a rank once at most, however many of its tasks read it.
  *
  * exchange_copy: out[to + i] = x[from + i].   exchange_sum: out[to + i] = sum of x[from + i], in a fixed order.
+ *
+ * A device does not read moves: exchange_table and exchange_index make of them, once and on the host, what a kernel may
+ * trust and look rows up in, and exchange_copy_by and exchange_sum_by take that as a tensor beside the rows. The same
+ * bits on every device.
  */
 #ifndef AM_EXCHANGE_H
 #define AM_EXCHANGE_H
 
 #include "am_exec.h"
 
-enum { AM_EXCHANGE_TRIES = 12, AM_EXCHANGE_TASK = 10, AM_EXCHANGE_MOVE = 7 };
+enum { AM_EXCHANGE_TRIES = 12, AM_EXCHANGE_TASK = 10, AM_EXCHANGE_MOVE = 7, AM_EXCHANGE_ENTRY = 7 };
 
 typedef struct am_exchange_try {
     double limit;   /* infinity: rows stay home */
@@ -84,5 +88,42 @@ am_status am_exchange_copy(const am_exchange_rows_args *a, const am_exec *ex);
 
 /* f32, bf16 (summed in f32) or f64; every row of out is written, those that no move names with 0, and rounded once. */
 am_status am_exchange_sum(const am_exchange_rows_args *a, const am_exec *ex);
+
+typedef struct am_exchange_table_args {
+    am_exchange_list table;   /* [n + 1, 7] out: of every move that has rows, how many rows those before it have, then
+                                 from, to, rows, runs, step of from, step of to; at the end how many rows there are */
+    am_i64_array moves;       /* as of exchange_copy */
+    int64_t rows_x, rows_out; /* of the tensors that it will be used on */
+    bool reverse, runs;
+} am_exchange_table_args;
+
+am_status am_exchange_table(am_exchange_table_args *a, const am_exec *ex);
+
+typedef struct am_exchange_index_args {
+    am_exchange_list index; /* [rows_out + 1 + n] out: where each row's sources begin among the n behind them, and where
+                               the last one's end; the sources in the order in which they are added: a row of x, or
+                               -1 - a row of own */
+    am_i64_array moves, own_moves; /* as of exchange_sum */
+    int64_t own_after;
+    int64_t rows_x, rows_own, rows_out;
+    bool reverse, runs;
+} am_exchange_index_args;
+
+am_status am_exchange_index(am_exchange_index_args *a, const am_exec *ex);
+
+typedef struct am_exchange_by_args {
+    am_tensor out;   /* [M, ...] as of exchange_copy or exchange_sum, out */
+    am_tensor x;     /* [N, ...] in */
+    am_tensor own;   /* exchange_sum_by: [O, ...] in */
+    am_tensor table; /* [n + 1, 7] or [M + 1 + n] i64 contiguous, in: of exchange_table or exchange_index. Rows that are
+                        outside the tensors are left out */
+    int64_t rows;    /* exchange_copy_by: how many rows the table's moves have */
+} am_exchange_by_args;
+
+am_status am_exchange_copy_by(const am_exchange_by_args *a, const am_exec *ex);
+am_status am_exchange_sum_by(const am_exchange_by_args *a, const am_exec *ex);
+
+am_status am_cuda_exchange_copy_by(const am_exchange_by_args *a, const am_exec *ex);
+am_status am_cuda_exchange_sum_by(const am_exchange_by_args *a, const am_exec *ex);
 
 #endif

@@ -167,6 +167,31 @@ def comm_calls():
     yield reduce_parts("scale", ValueError, scale=float("nan"))
     yield reduce_parts("scale-huge", ValueError, scale=10**400)
     yield reduce_parts("missing", TypeError, other=1.0)
+    yield from nccl_calls()
+
+
+def nccl_calls():
+    """Without NCCL, or a GPU, or a communicator: each of these fails."""
+    yield Call("comm_id", "argument", lambda: ((3,), {}), TypeError)
+    settings = {"rank": 0, "ranks": 2, "device": 0}
+    for label, id, changes, error in (
+        ("short", "0a", {}, ValueError),
+        ("letters", "g" * 256, {}, ValueError),
+        ("rank", "0a" * 128, {"rank": 2}, ValueError),
+        ("device", "0a" * 128, {"device": -1}, ValueError),
+        ("kind", 7, {}, TypeError),
+    ):
+        yield Call("comm_open", label, lambda id=id, changes=changes: ((id,), settings | changes), error)
+    yield Call("comm_state", "kind", lambda: (("1",), {}), TypeError)
+    yield Call("comm_close", "kind", lambda: ((1,), {"abort": 0}), TypeError)
+    for label, sent, bytes_, error in (
+        ("cpu", torch.zeros(4), [0, 16], NotImplementedError),
+        ("sizes", torch.zeros(4), [0, 12], ValueError),
+        ("strided", torch.zeros(4, 2)[:, 0], [0, 16], ValueError),
+    ):
+        options = {"comm": 1, "send_bytes": bytes_, "receive_bytes": [0, 16]}
+        yield Call("comm_exchange", label, lambda s=sent, o=options: ((torch.zeros(4), s), o), error)
+    yield Call("comm_join", "cpu", lambda: ((torch.zeros(4),), {"comm": 1}), NotImplementedError)
 
 
 def attention(method, label, raises=None, **changes):
@@ -355,6 +380,17 @@ def exchange_calls():
     yield from variants("exchange_copy", [x, x, moves], {"reverse": False, "runs": False}, copy_wrong)
     sum_settings = {"own_after": 0, "reverse": True, "runs": False}
     yield from variants("exchange_sum", [x, x, x, moves, moves], sum_settings, wrong)
+    table_settings = {"rows_x": 2, "rows_out": 2, "reverse": False, "runs": False}
+    table_wrong = [("move", ValueError, 0, integers(2, 0, 1)), ("kind", TypeError, "runs", 0)]
+    yield from variants("exchange_table", [moves], table_settings, table_wrong)
+    index_settings = table_settings | {"own_after": 0, "rows_own": 2}
+    index_wrong = [("own", ValueError, 1, integers(2, 0, 1)), ("kind", TypeError, "rows_own", "2")]
+    yield from variants("exchange_index", [moves, moves], index_settings, index_wrong)
+    table = lambda: torch.tensor([[0, 0, 1, 1, 1, 0, 0], [1, 0, 0, 0, 0, 0, 0]])  # noqa: E731
+    by_wrong = [("shape", ValueError, 1, lambda: numbers(2, 5)), ("table", ValueError, 2, integers(1))]
+    yield from variants("exchange_copy_by", [x, x, table], {"rows": 1}, by_wrong)
+    by_wrong = [("dtype", TypeError, 1, integers(1)), ("index", ValueError, 3, integers(1))]
+    yield from variants("exchange_sum_by", [x, x, x, integers(3, 4, 4, 0)], {}, by_wrong)
 
 
 def conv_calls():

@@ -12,7 +12,7 @@ OWNERS = {  # header -> who may include it
     r"Python\.h": r"csrc/python/|csrc/\w+/\w+_py\.c$",
     r"numpy/": r"csrc/python/py_numpy\.c$",
     r"cuda\w*\.h|cooperative_groups": r"csrc/cuda/",
-    r"nccl\.h": r"csrc/comm/comm\.c$|csrc/core/am_dl\.c$",
+    r"nccl\.h": r"csrc/cuda/comm/nccl\.cu$",
     r"cublas\w*\.h": r"csrc/cuda/gemm/gemm_lt\.cu$|csrc/core/am_dl\.c$",
     r"torch/|ATen|c10/|cutlass|pybind": r"^$",
 }

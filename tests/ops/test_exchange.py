@@ -525,7 +525,149 @@ def test_movers_refuse_shared_memory():
         _amcore.exchange_sum(x[:4], X, x, [], [], own_after=0, reverse=False, runs=False)
 
 
+def copy_by(out, x, moves, reverse=False, runs=False):
+    """exchange_copy by way of a table."""
+    options = {"reverse": reverse, "runs": runs}
+    table = _amcore.exchange_table(moves, rows_x=len(x), rows_out=len(out), **options)
+    _amcore.exchange_copy_by(out, x, torch.from_numpy(table).to(out.device), rows=int(table[-1, 0]))
+
+
+def sum_by(out, x, own, moves, own_moves, own_after, reverse=False, runs=False):
+    """exchange_sum by way of an index."""
+    sizes = {"rows_x": len(x), "rows_own": len(own), "rows_out": len(out)}
+    index = _amcore.exchange_index(moves, own_moves, own_after=own_after, reverse=reverse, runs=runs, **sizes)
+    _amcore.exchange_sum_by(out, x, own, torch.from_numpy(index).to(out.device))
+
+
+def test_table():
+    made = _amcore.exchange_table([0, 5, 2, 7, 7, 0, 3, 1, 1], rows_x=7, rows_out=7, reverse=False, runs=False)
+    assert made.tolist() == [[0, 0, 5, 2, 1, 0, 0], [2, 3, 1, 1, 1, 0, 0], [3, 0, 0, 0, 0, 0, 0]]
+    made = _amcore.exchange_table([5, 0, 2, 3, 7, 4], rows_x=20, rows_out=30, reverse=True, runs=True)
+    assert made.tolist() == [[0, 0, 5, 2, 3, 4, 7], [6, 0, 0, 0, 0, 0, 0]]
+
+
+def test_index():
+    sizes = {"rows_x": 10, "rows_own": 3, "rows_out": 4, "reverse": False, "runs": False}
+    made = _amcore.exchange_index([0, 1, 2, 3, 1, 1], [0, 1, 2], own_after=1, **sizes)
+    assert made.tolist() == [5, 5, 8, 10, 10, 0, -1, 3, 1, -2]
+    assert _amcore.exchange_index([], [], own_after=0, **sizes | {"rows_out": 0}).tolist() == [1]
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("dtype", ALL, ids=str)
+@pytest.mark.parametrize("width", [1, 15, 16, 17, 0])
+def test_copy_by_a_table(guarded, seed, dtype, width, reverse):
+    x, out = values(10, width, dtype), guarded((12, width), dtype)
+    want = reference.copy(out, x, MOVES)
+    copy_by(out, x, flat(MOVES, reverse), reverse=reverse)
+    assert torch.equal(out.view(torch.uint8), want.view(torch.uint8))
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("layout", ["contiguous", "rows"])
+def test_copy_of_runs_by_a_table(guarded, seed, layout, reverse):
+    x, wide = with_layout(values(30, 7, torch.float32), layout), guarded((26, 9))
+    out = wide[:, :7] if layout == "rows" else guarded((26, 7))
+    want = reference.copy(out, x, reference.single(RUNS))
+    copy_by(out, x, flat_runs(RUNS, reverse), reverse, runs=True)
+    assert torch.equal(out.nan_to_num(7), want.nan_to_num(7))
+
+
+def test_copy_of_many_rows_by_a_table(guarded, seed, rng, threads):
+    """Moves of one row and of many, across the edges of the pieces of a parallel loop."""
+    order, x, out = rng.permutation(3000), torch.randn(3000, 3, 5), guarded((3000, 3, 5))
+    starts = np.unique(np.append(0, rng.integers(0, 3000, 900)))
+    moves = np.stack([starts, starts, np.diff(np.append(starts, 3000))], 1)
+    copy_by(out, x, rng.permutation(moves).flatten().tolist())
+    assert torch.equal(out, x)
+    copy_by(out, x, np.stack([order, np.arange(3000), np.ones(3000, np.int64)], 1).flatten().tolist())
+    assert torch.equal(out, x[torch.from_numpy(order)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("runs", [False, True])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_sum_by_an_index_has_the_bits_of_the_sum(guarded, seed, rng, dtype, runs, reverse):
+    x, own = (torch.randn(n, 33).to(dtype) for n in (200, 90))
+    if runs:
+        moves = [(4, 3, 2, 20, 9, 4), (0, 0, 5, 7, 5, 10), (11, 70, 9, 1, 0, 0), (2, 15, 3, 4, 0, 16)]
+        lists = flat_runs(moves, reverse), flat_runs([(1, 1, 3, 9, 7, 8), (80, 60, 4, 2, 1, 5)], reverse)
+    else:
+        lists = flat(random_moves(rng, 7, 200, 90), reverse), flat(random_moves(rng, 2, 90, 90), reverse)
+    plain, out = guarded((90, 33), dtype), guarded((90, 33), dtype)
+    _amcore.exchange_sum(plain, x, own, *lists, own_after=3, reverse=reverse, runs=runs)
+    sum_by(out, x, own, *lists, 3, reverse, runs)
+    assert torch.equal(out, plain)
+
+
+def test_sum_by_an_index_of_nothing(guarded):
+    sum_by(guarded((0, 32)), X[:, :1].expand(4, 32).contiguous(), torch.zeros(2, 32), [], [], 0)
+    nothing = guarded((3, 2))
+    sum_by(nothing, X[:0], X[:0], [], [], 0)
+    assert not nothing.any()
+
+
+@pytest.mark.parametrize(("moves", "words"), RUNS_REFUSED.values(), ids=RUNS_REFUSED)
+def test_tables_of_runs_refuse(moves, words):
+    with pytest.raises(ValueError, match=words):
+        _amcore.exchange_table(moves, rows_x=4, rows_out=6, reverse=False, runs=True)
+    with pytest.raises(ValueError, match=words):
+        _amcore.exchange_index(
+            moves, [], own_after=0, rows_x=4, rows_own=4, rows_out=6, reverse=False, runs=True
+        )  # fmt: skip
+
+
+def test_tables_refuse():
+    table, index = ({"rows_x": 4, "rows_out": 6, "reverse": False, "runs": False} for _ in range(2))
+    index |= {"rows_own": 4, "own_after": 0}
+    with pytest.raises(ValueError, match="more rows than 2"):
+        _amcore.exchange_table([0, 0, 1, 2**60, 0, 0], **table | {"runs": True})
+    for changes, words in (
+        ({"own_after": 1}, "own_after is 1, there are 0 moves"),
+        ({"rows_out": -1}, "rows_out is -1"),
+        ({"rows_out": 2**60}, "too many"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            _amcore.exchange_index([], [], **index | changes)
+
+
+BY_REFUSED = {
+    "copy: dtype": ({"x": X.double()}, TypeError, "x is float64, out is float32"),
+    "copy: table's dtype": ({"table": torch.zeros(2, 7)}, TypeError, "table is float32, int64 is needed"),
+    "copy: table": ({"table": torch.zeros(2, 6, dtype=torch.int64)}, ValueError, r"\[n \+ 1, 7\] is needed"),
+    "copy: strided": ({"table": torch.zeros(2, 8, dtype=torch.int64)[:, :7]}, ValueError, "table is not contiguous"),
+    "copy: rows": ({"rows": -1}, ValueError, "rows is -1"),
+    "copy: no moves": ({"table": torch.zeros(1, 7, dtype=torch.int64)}, ValueError, "a table without moves"),
+    "sum: half": ({"out": X.half(), "x": X.half(), "own": X.half()}, TypeError, "out is float16"),
+    "sum: own": ({"own": torch.ones(4, 3)}, ValueError, "axis 1 of own has 3 elements"),
+    "sum: index": ({"index": torch.zeros(6, dtype=torch.int64)}, ValueError, "6 numbers, out has 6 rows"),
+}
+
+
+@pytest.mark.parametrize("name", BY_REFUSED)
+def test_movers_by_tables_refuse(name):
+    changes, error, words = BY_REFUSED[name]
+    a = {"out": torch.full((6, 2), 7.0), "x": X.clone(), "own": X.clone(), "rows": 1}
+    a |= {"table": torch.zeros(2, 7, dtype=torch.int64), "index": torch.full((7,), 7), **changes}
+    kept = a["out"].clone()
+    with pytest.raises(error, match=words):
+        if name.startswith("copy"):
+            _amcore.exchange_copy_by(a["out"], a["x"], a["table"], rows=a["rows"])
+        else:
+            _amcore.exchange_sum_by(a["out"], a["x"], a["own"], a["index"])
+    assert torch.equal(a["out"], kept)
+
+
+def test_numbers_of_a_table_that_are_out_of_reach_are_left_out(guarded):
+    out, x = torch.zeros(3, 2), torch.ones(3, 2)
+    far = [[0, -1, 0, 1, 1, 0, 0], [1, 0, 3, 1, 1, 0, 0], [2, 2**62, 2**62, 2, 1, 2**62, 2**62], [4, 0, 0, 0, 0, 0, 0]]
+    _amcore.exchange_copy_by(out, x, torch.tensor(far), rows=4)
+    assert not out.any()
+    _amcore.exchange_sum_by(out, x, x, torch.tensor([4, 5, 6, 90, 3, -4, 0]))
+    assert out.tolist() == [[0, 0], [0, 0], [1, 1]]
+
+
 @pytest.mark.cuda
 def test_movers_on_cuda():
-    with pytest.raises(NotImplementedError, match="CPU kernel only"):
+    with pytest.raises(NotImplementedError, match="on CUDA, where exchange_copy_by takes a table"):
         _amcore.exchange_copy(X.cuda(), X.cuda(), [], reverse=False, runs=False)

@@ -1,0 +1,398 @@
+/* nccl.cu -- communicators of NCCL, which is looked up at the first call.
+ *
+ * A communicator is opened in a thread of its own. NCCL's own way of not waiting would start a thread for every later
+ * group of calls as well; this way a group is launched by the caller, in some microseconds. So that a group launched by
+ * one thread can be ended by another, which finds that a peer is gone, `users` counts who is inside NCCL with it.
+ *
+ * The exchange: ready is recorded on the caller's stream, the side stream waits for it, sends and receives, and records
+ * done, which comm_join has the caller's stream wait for. All exchanges of a communicator are on its one side stream,
+ * in the order of the calls, so that one event of each kind is enough. Nothing waits on the host and nothing spins but
+ * NCCL's own kernel while its bytes travel.
+ */
+#include <pthread.h>
+#include <stdio.h>
+#include <string.h>
+#include <time.h>
+
+#include "nccl_abi.h"
+#include "on_device.h"
+
+extern "C" {
+#include "am_dl.h"
+#include "comm.h"
+}
+
+#if __has_include(<nccl.h>)
+#include <nccl.h>
+static_assert(sizeof(ncclUniqueId) == sizeof(nccl_id), "an id is 128 bytes");
+static_assert(static_cast<int>(ncclInProgress) == NCCL_IN_PROGRESS, "ncclInProgress");
+static_assert(static_cast<int>(ncclUint8) == NCCL_BYTE, "ncclUint8");
+#endif
+
+static_assert(sizeof(nccl_id) == AM_COMM_ID, "an id in hexadecimal holds an id");
+
+namespace
+{
+
+constexpr int kComms = 256;
+constexpr int kPolls = 1000; /* milliseconds that a close waits for those inside NCCL */
+
+enum State { kFree, kOpening, kReady, kFailed, kClosing };
+
+struct Comm {
+    State state;
+    int64_t number;
+    int users, rank, ranks, device;
+    bool sent; /* done was recorded */
+    nccl_id id;
+    nccl_handle handle;
+    cudaStream_t side;
+    cudaEvent_t ready, done;
+    char trouble[256];
+};
+
+pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+nccl_functions nccl;
+bool loaded;
+Comm comms[kComms];
+int64_t last_number;
+
+am_status load()
+{
+    if (loaded)
+        return AM_OK;
+    void *library = nullptr;
+    AM_TRY(am_dl_open(&library, NCCL_LIBRARY, NCCL_WHEEL, NCCL_PACKAGE));
+    const struct {
+        const char *name;
+        void **at;
+    } wanted[] = {{"ncclGetUniqueId", reinterpret_cast<void **>(&nccl.make_id)},
+                  {"ncclCommInitRank", reinterpret_cast<void **>(&nccl.open)},
+                  {"ncclCommGetAsyncError", reinterpret_cast<void **>(&nccl.state)},
+                  {"ncclCommDestroy", reinterpret_cast<void **>(&nccl.destroy)},
+                  {"ncclCommAbort", reinterpret_cast<void **>(&nccl.end)},
+                  {"ncclGroupStart", reinterpret_cast<void **>(&nccl.group_start)},
+                  {"ncclGroupEnd", reinterpret_cast<void **>(&nccl.group_end)},
+                  {"ncclSend", reinterpret_cast<void **>(&nccl.send)},
+                  {"ncclRecv", reinterpret_cast<void **>(&nccl.receive)},
+                  {"ncclGetErrorString", reinterpret_cast<void **>(&nccl.text)},
+                  {"ncclGetLastError", reinterpret_cast<void **>(&nccl.last_words)}};
+    for (const auto &w : wanted)
+        AM_TRY(am_dl_find(w.at, library, w.name));
+    loaded = true;
+    return AM_OK;
+}
+
+am_status load_once()
+{
+    pthread_mutex_lock(&lock);
+    const am_status st = load();
+    pthread_mutex_unlock(&lock);
+    return st;
+}
+
+am_status failed(const char *what, nccl_status status)
+{
+    const char *const more = nccl.last_words(nullptr);
+    return am_fail(AM_ERR_CUDA, "%s: error %d: %s%s%s", what, status, nccl.text(status), more && *more ? ": " : "",
+                   more ? more : "");
+}
+
+#define NCCL(call)                                                                                                     \
+    do {                                                                                                               \
+        const nccl_status nccl_status_ = (call);                                                                       \
+        if (nccl_status_ != 0)                                                                                         \
+            return failed(#call, nccl_status_);                                                                        \
+    } while (0)
+
+/* With the lock held. */
+Comm *find(int64_t number)
+{
+    for (Comm &c : comms)
+        if (c.state != kFree && c.number == number)
+            return &c;
+    return nullptr;
+}
+
+/* The communicator, in which the caller is from now on a user, until `release`. */
+am_status acquire(const char *fn, int64_t number, Comm **out)
+{
+    pthread_mutex_lock(&lock);
+    Comm *const c = find(number);
+    am_status st = AM_OK;
+    if (c == nullptr || c->state == kClosing)
+        st = am_fail(AM_ERR_ARG, "%s: there is no communicator %lld (closed?)", fn, (long long)number);
+    else if (c->state == kFailed)
+        st = am_fail(AM_ERR_CUDA, "%s: %s", fn, c->trouble);
+    else
+        c->users++;
+    pthread_mutex_unlock(&lock);
+    *out = c;
+    return st;
+}
+
+void release(Comm *c)
+{
+    pthread_mutex_lock(&lock);
+    c->users--;
+    pthread_mutex_unlock(&lock);
+}
+
+am_status make_streams(Comm *c)
+{
+    int low = 0, high = 0;
+    AM_CUDA(cudaDeviceGetStreamPriorityRange(&low, &high));
+    AM_CUDA(cudaStreamCreateWithPriority(&c->side, cudaStreamNonBlocking, high));
+    AM_CUDA(cudaEventCreateWithFlags(&c->ready, cudaEventDisableTiming));
+    AM_CUDA(cudaEventCreateWithFlags(&c->done, cudaEventDisableTiming));
+    return AM_OK;
+}
+
+am_status open_now(Comm *c)
+{
+    AM_CUDA(cudaSetDevice(c->device));
+    AM_TRY(make_streams(c));
+    NCCL(nccl.open(&c->handle, c->ranks, c->id, c->rank));
+    return AM_OK;
+}
+
+/* Of a communicator that nobody uses any more. Errors say nothing that its user would not have met. */
+void destroy(Comm *c, bool abort)
+{
+    (void)cudaSetDevice(c->device);
+    if (c->handle)
+        (void)(abort ? nccl.end(c->handle) : nccl.destroy(c->handle));
+    if (c->ready)
+        (void)cudaEventDestroy(c->ready);
+    if (c->done)
+        (void)cudaEventDestroy(c->done);
+    if (c->side)
+        (void)cudaStreamDestroy(c->side);
+}
+
+void *opener(void *at)
+{
+    Comm *const c = static_cast<Comm *>(at);
+    const am_status st = open_now(c);
+    pthread_mutex_lock(&lock);
+    const bool left = c->state == kClosing; /* meanwhile it was closed */
+    if (st != AM_OK)
+        (void)snprintf(c->trouble, sizeof c->trouble, "%s", am_last_error());
+    if (!left)
+        c->state = st == AM_OK ? kReady : kFailed;
+    pthread_mutex_unlock(&lock);
+    if (left) {
+        destroy(c, true);
+        pthread_mutex_lock(&lock);
+        *c = {};
+        pthread_mutex_unlock(&lock);
+    }
+    return nullptr;
+}
+
+/* A slot with the arguments in it. */
+am_status reserve(const am_comm_open_args *a, Comm **out)
+{
+    am_status st = AM_ERR_NOMEM;
+    pthread_mutex_lock(&lock);
+    for (Comm &c : comms) {
+        if (c.state != kFree)
+            continue;
+        c = {};
+        c.state = kOpening;
+        c.number = ++last_number;
+        c.rank = static_cast<int>(a->rank);
+        c.ranks = static_cast<int>(a->ranks);
+        c.device = static_cast<int>(a->device);
+        for (int i = 0; i < AM_COMM_ID; i++) {
+            unsigned byte = 0;
+            (void)sscanf(a->id + 2 * i, "%2x", &byte);
+            c.id.data[i] = static_cast<char>(byte);
+        }
+        *out = &c;
+        st = AM_OK;
+        break;
+    }
+    pthread_mutex_unlock(&lock);
+    return st == AM_OK ? AM_OK : am_fail(st, "comm_open: %d communicators are open", kComms);
+}
+
+/* All receives and sends of a group, nearest ranks first. */
+am_status post(const am_comm_exchange_args *a, Comm *c)
+{
+    const int64_t *const sends = a->send_bytes.data, *const receives = a->receive_bytes.data;
+    for (int n = 1; n < c->ranks; n++) {
+        const int to = (c->rank + n) % c->ranks, from = (c->rank - n + c->ranks) % c->ranks;
+        int64_t before_to = 0, before_from = 0;
+        for (int peer = 0; peer < to; peer++)
+            before_to += sends[peer];
+        for (int peer = 0; peer < from; peer++)
+            before_from += receives[peer];
+        if (receives[from] > 0)
+            NCCL(nccl.receive(static_cast<char *>(a->arriving.data) + before_from, static_cast<size_t>(receives[from]),
+                              NCCL_BYTE, from, c->handle, c->side));
+        if (sends[to] > 0)
+            NCCL(nccl.send(static_cast<const char *>(a->sent.data) + before_to, static_cast<size_t>(sends[to]),
+                           NCCL_BYTE, to, c->handle, c->side));
+    }
+    return AM_OK;
+}
+
+am_status exchange(const am_comm_exchange_args *a, Comm *c, cudaStream_t stream)
+{
+    AM_CUDA(cudaEventRecord(c->ready, stream));
+    AM_CUDA(cudaStreamWaitEvent(c->side, c->ready, 0));
+    NCCL(nccl.group_start());
+    const am_status st = post(a, c);
+    const nccl_status ended = nccl.group_end();
+    AM_TRY(st);
+    if (ended != 0)
+        return failed("ncclGroupEnd", ended);
+    AM_CUDA(cudaEventRecord(c->done, c->side));
+    c->sent = true;
+    return AM_OK;
+}
+
+am_status check_ready(const am_comm_exchange_args *a, const Comm *c, const am_exec *ex)
+{
+    AM_CHECK(c->state == kReady, AM_ERR_ARG, "comm_exchange: communicator %lld is not open yet", (long long)a->comm);
+    AM_CHECK(a->send_bytes.n == c->ranks, AM_ERR_SHAPE,
+             "comm_exchange: send_bytes has %lld numbers, there are %d ranks", (long long)a->send_bytes.n, c->ranks);
+    AM_CHECK(a->send_bytes.data[c->rank] == 0 && a->receive_bytes.data[c->rank] == 0, AM_ERR_ARG,
+             "comm_exchange: rank %d sends to itself", c->rank);
+    AM_CHECK(ex->dev_index == c->device, AM_ERR_DEVICE, "comm_exchange: arriving is on cuda:%d, the communicator on %d",
+             ex->dev_index, c->device);
+    return AM_OK;
+}
+
+am_status exchange_on(const am_comm_exchange_args *a, Comm *c, const am_exec *ex)
+{
+    int before = 0;
+    AM_TRY(check_ready(a, c, ex));
+    AM_CUDA(cudaGetDevice(&before));
+    AM_CUDA(cudaSetDevice(c->device));
+    const am_status st = exchange(a, c, static_cast<cudaStream_t>(ex->stream));
+    AM_CUDA(cudaSetDevice(before));
+    return st;
+}
+
+am_status look(am_comm_state_args *a, Comm *c)
+{
+    a->ready = c->state == kReady;
+    if (!a->ready)
+        return AM_OK;
+    nccl_status wrong = 0;
+    NCCL(nccl.state(c->handle, &wrong));
+    if (wrong != 0 && wrong != NCCL_IN_PROGRESS)
+        return failed("ncclCommGetAsyncError", wrong);
+    if (c->sent) {
+        const cudaError_t found = cudaEventQuery(c->done);
+        a->pending = found == cudaErrorNotReady;
+        if (!a->pending)
+            AM_CUDA(found);
+    }
+    return AM_OK;
+}
+
+/* Whether the caller is to destroy it: not where it is gone, being closed, or being opened, whose thread will. */
+bool claim(int64_t number, Comm **out)
+{
+    pthread_mutex_lock(&lock);
+    Comm *const c = *out = find(number);
+    const bool mine = c && (c->state == kReady || c->state == kFailed);
+    if (c)
+        c->state = kClosing;
+    pthread_mutex_unlock(&lock);
+    return mine;
+}
+
+bool wait_for_users(Comm *c)
+{
+    const timespec pause = {0, 1000000};
+    for (int n = 0; n < kPolls; n++) {
+        pthread_mutex_lock(&lock);
+        const bool none = c->users == 0;
+        pthread_mutex_unlock(&lock);
+        if (none)
+            return true;
+        (void)nanosleep(&pause, nullptr);
+    }
+    return false;
+}
+
+} // namespace
+
+extern "C" am_status am_cuda_comm_id(am_comm_id_args *a)
+{
+    nccl_id id;
+    AM_TRY(load_once());
+    NCCL(nccl.make_id(&id));
+    for (int i = 0; i < AM_COMM_ID; i++)
+        (void)snprintf(a->id + 2 * i, 3, "%02x", static_cast<unsigned>(static_cast<unsigned char>(id.data[i])));
+    return AM_OK;
+}
+
+extern "C" am_status am_cuda_comm_open(am_comm_open_args *a)
+{
+    Comm *c = nullptr;
+    pthread_t thread;
+    AM_TRY(load_once());
+    AM_TRY(reserve(a, &c));
+    a->comm = c->number;
+    const int wrong = pthread_create(&thread, nullptr, opener, c);
+    if (wrong == 0) {
+        (void)pthread_detach(thread);
+        return AM_OK;
+    }
+    pthread_mutex_lock(&lock);
+    *c = {};
+    pthread_mutex_unlock(&lock);
+    return am_fail(AM_ERR_NOMEM, "comm_open: no thread: %s", strerror(wrong));
+}
+
+extern "C" am_status am_cuda_comm_state(am_comm_state_args *a)
+{
+    Comm *c;
+    AM_TRY(acquire("comm_state", a->comm, &c));
+    const am_status st = look(a, c);
+    release(c);
+    return st;
+}
+
+extern "C" am_status am_cuda_comm_exchange(const am_comm_exchange_args *a, const am_exec *ex)
+{
+    Comm *c;
+    AM_TRY(acquire("comm_exchange", a->comm, &c));
+    const am_status st = exchange_on(a, c, ex);
+    release(c);
+    return st;
+}
+
+extern "C" am_status am_cuda_comm_join(const am_comm_join_args *a, const am_exec *ex)
+{
+    Comm *c;
+    AM_TRY(acquire("comm_join", a->comm, &c));
+    const cudaError_t wrong =
+        c->sent ? cudaStreamWaitEvent(static_cast<cudaStream_t>(ex->stream), c->done, 0) : cudaSuccess;
+    release(c);
+    AM_CUDA(wrong);
+    return AM_OK;
+}
+
+extern "C" am_status am_cuda_comm_close(const am_comm_close_args *a)
+{
+    Comm *c;
+    if (!claim(a->comm, &c))
+        return AM_OK;
+    int before = 0;
+    const bool known = cudaGetDevice(&before) == cudaSuccess;
+    const bool left = wait_for_users(c); /* one that NCCL keeps is let go by the abort */
+    destroy(c, a->abort || !left);
+    (void)wait_for_users(c);
+    pthread_mutex_lock(&lock);
+    *c = {};
+    pthread_mutex_unlock(&lock);
+    if (known)
+        (void)cudaSetDevice(before);
+    return AM_OK;
+}
