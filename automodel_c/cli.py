@@ -126,7 +126,7 @@ def _train(arguments):
         from .recipes.runtime import UsageError, mesh_shape
 
         try:  # here, for of ranks that all refuse the first to end would silence the one that speaks
-            mesh_shape(recipe.distributed, arguments.nproc, recipe.dist_env.backend or "")
+            mesh_shape(recipe.distributed, arguments.nproc)
         except UsageError as error:
             return _complain(error)
         return _start_ranks(arguments)

@@ -33,6 +33,7 @@ import traceback
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
 
 TIMEOUT_S = 60.0  # one call
 GRACE_S = 5.0  # for the other ranks, once one has failed
@@ -62,10 +63,14 @@ class _Rank:
 
 
 class RankPool:
-    """``world`` ranks on this machine under one process group; ``backend`` as in ``init_process_group``."""
+    """``world`` ranks on this machine under one process group; ``backend`` as in ``init_process_group``.
 
-    def __init__(self, world, backend="gloo"):
-        self.world, self.backend = world, backend
+    ``device``: "cpu", or "cuda" where each rank's `here` is to be a GPU; on fewer GPUs than ranks they share them.
+    Results come back on the CPU.
+    """
+
+    def __init__(self, world, backend="gloo", device="cpu"):
+        self.world, self.backend, self.device = world, backend, device
         self._ranks = []
 
     def run(self, function, *args, timeout=TIMEOUT_S, grace=GRACE_S, **options):
@@ -99,7 +104,7 @@ class RankPool:
             os.close(handle)
             process = _context.Process(
                 target=_serve,
-                args=(rank, self.world, self.backend, self._store.port, theirs, trace),
+                args=(rank, self.world, self.backend, self.device, self._store.port, theirs, trace),
                 name=f"rank {rank}",
                 daemon=True,
             )
@@ -145,8 +150,19 @@ def _stack_of(rank):
         return file.read()
 
 
-def _serve(rank, world, backend, port, conn, trace):
+def here():
+    """The device of this rank; the CPU in a process that is none."""
+    return _here[-1]
+
+
+_here = [torch.device("cpu")]
+
+
+def _serve(rank, world, backend, device, port, conn, trace):
     """A rank's main loop; it ends when the pytest process closes the pipe, or ends itself."""
+    if device == "cuda":
+        _here.append(torch.device("cuda", rank % torch.cuda.device_count()))
+        torch.cuda.set_device(here())
     with open(trace, "w") as file:
         faulthandler.register(signal.SIGUSR1, file, all_threads=True)
         torch.set_num_threads(1)
@@ -166,7 +182,8 @@ def _answer(call):
     try:
         name, args, options = pickle.loads(call)
         module, function = name.split(":")
-        return pickle.dumps((True, getattr(importlib.import_module(module), function)(*args, **options)))
+        found = getattr(importlib.import_module(module), function)(*args, **options)
+        return pickle.dumps((True, tree_map_only(torch.Tensor, lambda x: x.cpu() if x.is_cuda else x, found)))
     except BaseException:  # whatever it is, the test must see it
         return pickle.dumps((False, traceback.format_exc()))
 

@@ -66,11 +66,16 @@ def attend(q, k, v, docs, docs_k=None, device_docs=None, *, causal=True, scale=N
     the order of work beside q (`_amcore.attention_forward`); without it they are copied there.
     """
     if q.is_cuda and device_docs is None:
-        order = torch.argsort(docs[1::2] - docs[::2], descending=True, stable=True)  # long documents first
-        device_docs = to_device(q.device, docs, [] if docs_k is None else docs_k, order)
+        device_docs = documents_beside(q.device, docs, docs_k)
     scale = 1.0 / math.sqrt(max(1, q.shape[-1])) if scale is None else float(scale)
     out, lse, _ = _forward(q, k, v, docs, docs_k, device_docs, scale, bool(causal))
     return out, lse
+
+
+def documents_beside(device, docs, docs_k=None):
+    """What `attend` takes as device_docs: both and the order of work on a CUDA device, None for the CPU."""
+    order = torch.argsort(docs[1::2] - docs[::2], descending=True, stable=True)  # long documents first
+    return to_device(device, docs, [] if docs_k is None else docs_k, order)
 
 
 def _check(q, k, v, deterministic):

@@ -9,6 +9,9 @@ what its peers say there, and looks again after every half second, for:
 - a peer that waits for something else under that number, or that went by something on its way there, a plan say, that
   this rank did not (`pass_by`: a line to the store, some ten microseconds, which nobody answers).
 
+Rows on GPUs are carried by NCCL, which knows no tags: there ranks `meet` before, by messages that are tagged and empty,
+or, on one machine, in memory that they share.
+
 Whoever finds the latter leaves a note too. `guard` (faults.py) watches everything else that can go wrong with a
 rank, and is told by these exceptions too.
 """
@@ -18,6 +21,8 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import datetime
+import functools
 import hashlib
 import json
 import queue
@@ -26,14 +31,18 @@ import time
 import traceback
 import weakref
 
+import torch
 import torch.distributed as dist
 
+from . import mailbox, nccl
 from .faults import RankFailure, _lost_connection, _ports, _words
 from .sockets import cut_connections
 
 _SPELL_S = 0.5
+_LOOK_S, _PATIENT_S = 0.002, 0.01  # how often, and after how long, a wait lets others run
 _LINGER_S = 3.0
 _SAID, _KEPT = 16, 100  # of what a rank went by: how much it says, how much it remembers
+_PATIENCE = datetime.timedelta(minutes=30)
 _lines = weakref.WeakKeyDictionary()  # process group -> its _Line
 _idle, _waited = [], set()  # hands without work; futures of the others'
 
@@ -47,6 +56,10 @@ class _Line:
     prefix: str
     number: int = 0
     path: dict = dataclasses.field(default_factory=dict)
+    host: dist.ProcessGroup | None = None  # gloo between these ranks, where the group has none
+    met: int = 0  # how often they met
+    file: str = ""  # of the mailbox
+    box: mailbox.Mailbox | None = None  # where they meet, once it is open; False: they have none
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -82,7 +95,8 @@ def watch(group):
     if group not in _lines:
         ranks = dist.get_process_group_ranks(group)
         name = f"automodel_c/alarm/{group.group_name}/{ranks[0]}"  # groups that a mesh makes at once may share a name
-        life = _store().add(f"{name}/lives/{dist.get_rank()}", 1)  # so do those of process groups one after another
+        # so may those of process groups one after another
+        life = shared_store().add(f"{name}/lives/{dist.get_rank()}", 1)
         _lines[group] = _Line(ranks, f"{name}/{life}")
     return _lines[group]
 
@@ -100,6 +114,16 @@ def pass_by(group, words):
     line = watch(group)
     line.path = _longer(line.path, words)
     _say(group, line.number, line.path)
+
+
+def host_group(group):
+    """A group of the same ranks that carries what is on the host: itself, where it has gloo. The first call waits for
+    the other ranks' first."""
+    line = watch(group)
+    if line.host is None and not _has_gloo(group):
+        store = dist.PrefixStore(f"{line.prefix}/host", shared_store().clone())
+        line.host = dist.ProcessGroupGloo(store, group.rank(), group.size(), _PATIENCE)
+    return line.host or group
 
 
 @contextlib.contextmanager
@@ -139,6 +163,65 @@ def start(post):
     return done
 
 
+def meet(exchange):
+    """Waits until all ranks are in this exchange; RankFailure where one is in another."""
+    line = watch(exchange.group)
+    if line.box and line.met >= 2:
+        line.box.enter(line.met, exchange.tag)
+        until(functools.partial(line.box.has_all, line.met, exchange.tag), exchange, line.box.gone)
+        line.met += 1
+        return
+    if line.met == 0 and exchange.group.rank() == 0:  # the first time: there is a mailbox; the second: it is open
+        line.file = mailbox.create(exchange.group.size())
+        shared_store().set(_key(exchange.group, "mailbox"), line.file)
+    wait(start(functools.partial(_greet, exchange.group, exchange.tag)), exchange)
+    if line.met == 0:
+        name = shared_store().get(_key(exchange.group, "mailbox")).decode()
+        line.box = mailbox.Mailbox(exchange.group.rank(), exchange.group.size(), name)
+    elif line.met == 1:
+        line.box = line.box if line.box.is_shared() else False
+        if exchange.group.rank() == 0:
+            mailbox.remove(line.file)
+    line.met += 1
+
+
+def until(ready, exchange, gone=lambda: []):
+    """Looks again and again until ``ready()``; RankFailure where a peer left a note at this exchange, is in another, or
+    is ``gone()``."""
+    began, failure = (looked := time.monotonic()), None
+    try:
+        while not ready():
+            now = time.monotonic()
+            if now - began > _PATIENT_S:
+                time.sleep(_LOOK_S)
+            if now - looked > _SPELL_S:
+                nccl.waiting, looked = began, now
+                failure = _failure(exchange) or _death(exchange, gone())
+                if failure:
+                    _give_up(exchange)
+                    raise failure
+    finally:
+        nccl.waiting = None
+        del failure  # see `wait`
+
+
+def _death(exchange, gone):
+    """Of those of the group's ranks that are gone, a note about the first."""
+    if not gone:
+        return None
+    rank = watch(exchange.group).ranks[gone[0]]
+    return _leave(exchange, rank, "stopped without a message (killed?)")
+
+
+def fail(exchange, error):
+    """Tells the others, who are in this exchange, what this rank raises in it."""
+    if isinstance(error, RankFailure):
+        return
+    error._told = [*getattr(error, "_told", []), exchange.group]
+    _leave(exchange, dist.get_rank(), _words(error))
+    _linger([exchange])
+
+
 def wait(done, exchange):
     """Waits for what `start` began, the messages of an `Exchange`. They end or fail together."""
     cause = failure = None
@@ -156,13 +239,34 @@ def wait(done, exchange):
             failure = _failure(exchange, last=True) if isinstance(cause, RuntimeError) else None
             if not failure:
                 raise cause
-        _linger([exchange])
-        cut_connections(_ports(_store()))
+        _give_up(exchange)
         raise failure from cause
     finally:
         # an exception that its own frame holds keeps the group until the collector comes, and with an old process
         # group alive a new one may talk to it
         del cause, failure
+
+
+def _give_up(exchange):
+    """After a failure nothing more goes between the ranks of the group."""
+    _linger([exchange])
+    nccl.abort(exchange.group)
+    cut_connections(_ports(shared_store()))
+
+
+def _greet(group, tag):
+    host, rank, nothing = host_group(group), group.rank(), torch.empty(0, dtype=torch.uint8)
+    others = [peer for peer in range(group.size()) if peer != rank]
+    works = [host.recv([nothing], peer, tag) for peer in others]
+    return works + [host.send([nothing], peer, tag) for peer in others]
+
+
+def _has_gloo(group):
+    try:
+        group._get_backend(torch.device("cpu"))
+    except RuntimeError:
+        return False
+    return True
 
 
 class _Hand(threading.Thread):
@@ -213,8 +317,8 @@ def _tell(groups, error):
 
 def _leave(exchange, rank=None, message=None):
     """The note at an exchange: this one, unless there is one."""
-    note = _store().compare_set(exchange.key, "", json.dumps({"rank": rank, "message": message}))
-    _store().add(f"{exchange.key}/seen", 1)
+    note = shared_store().compare_set(exchange.key, "", json.dumps({"rank": rank, "message": message}))
+    shared_store().add(f"{exchange.key}/seen", 1)
     return RankFailure(**json.loads(note))
 
 
@@ -222,7 +326,7 @@ def _linger(failed):
     """Stays until all ranks have read the notes at these exchanges, or left one too: this rank may host the store."""
     deadline = time.monotonic() + _LINGER_S
     while time.monotonic() < deadline:
-        failed = [e for e in failed if _store().add(f"{e.key}/seen", 0) < e.group.size()]
+        failed = [e for e in failed if shared_store().add(f"{e.key}/seen", 0) < e.group.size()]
         if not failed:
             return
         time.sleep(0.02)
@@ -230,7 +334,7 @@ def _linger(failed):
 
 def _failure(exchange, last=False):
     """Who failed, as far as the store knows; ``last``: nobody will say more."""
-    if _store().check([exchange.key]):
+    if shared_store().check([exchange.key]):
         return _leave(exchange)
     _say(exchange.group, exchange.number, exchange.path)
     does = _first_difference(exchange)
@@ -240,7 +344,7 @@ def _failure(exchange, last=False):
 
 def _first_difference(exchange):
     """{global rank: words} where the ways of ranks to the exchange part; of those that are there. Empty if none do."""
-    store, paths = _store(), {}
+    store, paths = shared_store(), {}
     for rank in watch(exchange.group).ranks:
         key = _key(exchange.group, f"rank {rank}")
         number, path = json.loads(store.get(key)) if store.check([key]) else (None, [])
@@ -261,7 +365,7 @@ def _disagreement(does):
 
 
 def _say(group, number, path):
-    _store().set(_key(group, f"rank {dist.get_rank()}"), json.dumps([number, list(path.items())[-_SAID:]]))
+    shared_store().set(_key(group, f"rank {dist.get_rank()}"), json.dumps([number, list(path.items())[-_SAID:]]))
 
 
 def _longer(path, words):
@@ -274,5 +378,6 @@ def _key(group, what):
     return f"{watch(group).prefix}/{what}"
 
 
-def _store():
+def shared_store():
+    """The one that all ranks share."""
     return dist.distributed_c10d._get_default_store()

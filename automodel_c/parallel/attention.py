@@ -16,7 +16,7 @@ def attention(q, k, v, plan, *, causal=True, scale=None):
     same ways back.
 
     Args:
-        q: [local, Hq, D] float32 or bfloat16, last axis contiguous; this rank's shard.
+        q: [local, Hq, D] float32 or bfloat16, last axis contiguous; this rank's shard, on the CPU or on its GPU.
         k, v: [local, Hk, D] in q's dtype.
         plan: from `ContextParallel.plan`; the same on every rank, as are the other arguments' shapes and dtypes.
         causal, scale: as in `ops.attention`.
@@ -46,8 +46,8 @@ def _attention(q, k, v, plan, causal, scale):
         arrived = exchange(_rows(q, work), work.queries, plan.group)
         parts = _cut(arrived, [(part.rows, part.heads) for part in work.parts], work)
     outs = [
-        attend(x, *sections[part.section], part.docs, part.docs_k, causal=causal, scale=scale)[0]
-        for x, part in zip(parts, work.parts, strict=True)
+        attend(x, *sections[part.section], part.docs, part.docs_k, beside, causal=causal, scale=scale)[0]
+        for x, part, beside in zip(parts, work.parts, work.on_device(q.device), strict=True)
     ]
     if work.stays:
         return outs[0]

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from automodel_c import _amcore
+from automodel_c.ops.attention import documents_beside
 
 
 class Part(NamedTuple):
@@ -34,7 +35,7 @@ class AttentionPlan:
     """
 
     def __init__(self, plan, heads, kv_heads, dim, dtype, causal):
-        self.plan, self.causal, self.shape = plan, causal, (heads, kv_heads, dim, dtype)
+        self.plan, self.causal, self.shape, self._placed = plan, causal, (heads, kv_heads, dim, dtype), {}
         self.key_bytes, self.query_bytes = 2 * kv_heads * dim * dtype.itemsize, heads * dim * dtype.itemsize
         self.tasks, self.key_moves, self.query_moves, self.tried, self.chosen = _amcore.exchange_plan(
             plan.docs.flatten(), plan.owners, tokens=plan.padded, ranks=plan.ranks, heads=heads, kv_heads=kv_heads,
@@ -88,6 +89,12 @@ class AttentionPlan:
             docs = _pairs(begin, length)
             parts.append(Part(rows, wide, docs, section, docs if self.apart else _pairs(key_at, tasks[:, 7])))
         return parts
+
+    def on_device(self, device):
+        """What `attend` takes as device_docs, of each of `parts`; None on the CPU. Placed there once."""
+        if device not in self._placed:
+            self._placed[device] = [documents_beside(device, part.docs, part.docs_k) for part in self.parts]
+        return self._placed[device]
 
     @functools.cached_property
     def _calls(self):

@@ -36,8 +36,10 @@ class Bf16Shards:
         if held is None:  # the first microbatch of a step
             self.total, self.shown = fresh, fresh.to(torch.bfloat16)
             return self.shown
-        if self.shown is None or not torch.equal(held, self.shown):  # somebody zeroed or scaled the gradients
+        if self.shown is None:
             self.total = held.float()
+        else:  # else somebody zeroed or scaled the gradients; the host does not wait to learn it
+            self.total = torch.where((held == self.shown).all(), self.total, held.float())
         self.total = self.total + fresh
         step = (self.total - held).to(torch.bfloat16)
         self.shown = held + step
@@ -48,7 +50,7 @@ class Bf16Shards:
         params = _params(self.group)
         if all(p.sharded_param.grad is None for p in params):
             return None
-        flat = torch.zeros(n, dtype=torch.bfloat16)
+        flat = torch.zeros(n, dtype=torch.bfloat16, device=self.group.device)
         at = 0
         for p in params:
             if (grad := p.sharded_param.grad) is not None:

@@ -35,7 +35,7 @@ def causal_conv1d(x, weight, plan, *, bias=None, activation="silu"):
             with torch.no_grad():
                 ops.causal_conv1d(x[:0], weight, **options)  # what is wrong is said before rows move
             options["initial_state"] = _states(exchange(x, straddles.halo(width).route, plan.group), straddles, width)
-        return ops.causal_conv1d(x, weight, pack=straddles.pack(x.shape[0]), **options)[0]
+        return ops.causal_conv1d(x, weight, pack=straddles.pack(x.shape[0], x.device), **options)[0]
 
 
 def _states(halo, straddles, width):
@@ -43,7 +43,7 @@ def _states(halo, straddles, width):
     docs, came = straddles.pieces
     states = halo.new_zeros(len(docs), halo.shape[1], width - 1)
     rows = halo.unflatten(0, (len(came), width - 1)).transpose(1, 2)
-    return states.index_copy(0, torch.from_numpy(came).to(halo.device), rows)
+    return states.index_copy(0, straddles.came_on(halo.device), rows)
 
 
 def _check(x, weight, plan):

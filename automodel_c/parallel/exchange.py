@@ -1,8 +1,8 @@
 """Rows that travel between the ranks of a group: one differentiable operator for every movement.
 
 A `Route` says which rows of a rank's tensor go where; `exchange` moves them. The C slice packs the rows for each peer
-into one buffer and puts the ones that arrived in place; gloo carries one message from every rank to every other, empty
-ones too, so that none goes on before all are there. The gradient takes the way back: every row's gradients return to
+into one buffer and puts the ones that arrived in place, on the CPU or on a GPU; `carry` brings them from every rank to
+every other, and none goes on before all are there. The gradient takes the way back: every row's gradients return to
 the rank that holds it, and are added there in float32 in the order of ranks.
 
 A message is tagged with what its ranks must agree on: which exchange of the group it is, route, shape of a row, dtype.
@@ -14,13 +14,15 @@ import zlib
 
 import numpy as np
 import torch
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from automodel_c import _amcore
 from automodel_c.ops import _alloc
 from automodel_c.ops._library import define
+from automodel_c.partition import to_device
 
 from . import alarms
+from .carry import carry
 
 
 @dataclasses.dataclass
@@ -117,8 +119,8 @@ def exchange(x, route, group):
     seconds. What one rank raises here, every rank raises.
     """
     with alarms.everywhere(group):
-        if x.device.type != "cpu":
-            raise NotImplementedError(f"exchange: x is on {x.device}; so far rows travel between CPUs alone, by gloo")
+        if x.device.type not in ("cpu", "cuda"):
+            raise NotImplementedError(f"exchange: x is on {x.device}; rows travel between CPUs and between GPUs")
         if x.shape[0] != route.rows_in:
             raise ValueError(f"exchange: x has {x.shape[0]} rows, the route takes {route.rows_in}")
         return _rows(
@@ -150,43 +152,126 @@ def triples(*columns):
     return torch.from_numpy(np.stack(columns, axis=1).astype(np.int64).flatten())
 
 
-class _Carried:
-    """Rows on their way: those of ``x`` that ``moves`` pack, ``rows_to`` each rank; ``rows_from`` each arrive."""
+class _Moves:
+    """A Route's rows packed, put in place and added, on the CPU: `sends`, `receipts` and `own` as they are."""
 
-    def __init__(self, x, moves, reverse, rows_to, rows_from, runs, group_name, words):
+    def __init__(self, sends, receipts, own, own_after, runs):
+        self.sends, self.receipts, self.own, self.own_after, self.runs = sends, receipts, own, own_after, runs
+
+    def pack(self, packed, x):
+        _amcore.exchange_copy(packed, x, self.sends, reverse=False, runs=self.runs)
+
+    def keep(self, out, x):
+        _amcore.exchange_copy(out, x, self.own, reverse=False, runs=self.runs)
+
+    def unpack(self, out, arrived):
+        _amcore.exchange_copy(out, arrived, self.receipts, reverse=False, runs=self.runs)
+
+    def pack_back(self, packed, dout):
+        _amcore.exchange_copy(packed, dout, self.receipts, reverse=True, runs=self.runs)
+
+    def add(self, dx, arrived, dout):
+        _amcore.exchange_sum(
+            dx, arrived, dout, self.sends, self.own, own_after=self.own_after, reverse=True, runs=self.runs
+        )  # fmt: skip
+
+
+_placed = WeakTensorKeyDictionary()  # `sends` of a Route -> {(device, way): what `_Tables` placed there}
+
+
+class _Tables(_Moves):
+    """The same on a device, which reads tables that are placed there when either way is first taken."""
+
+    def __init__(self, *moves, device, rows_in, rows_out, sent, received):
+        super().__init__(*moves)
+        self.device, self.rows_in, self.rows_out, self.sent, self.received = device, rows_in, rows_out, sent, received
+        self.kept = _placed.setdefault(self.sends, {})
+
+    @property
+    def there(self):
+        """(table, rows) of `sends`, `own` and `receipts`."""
+        return self._once(self._there)
+
+    @property
+    def back(self):
+        """(table, rows) of `receipts` in reverse, and (index, 0) of what is added."""
+        return self._once(self._back)
+
+    def _once(self, make):
+        key = self.device, make.__name__
+        if key not in self.kept:
+            self.kept[key] = self._placed(make())
+        return self.kept[key]
+
+    def _there(self):
+        return [
+            self._table(self.sends, self.rows_in, self.sent, False),
+            self._table(self.own, self.rows_in, self.rows_out, False),
+            self._table(self.receipts, self.received, self.rows_out, False),
+        ]
+
+    def _back(self):
+        index = _amcore.exchange_index(
+            self.sends, self.own, own_after=self.own_after, rows_x=self.sent, rows_own=self.rows_out,
+            rows_out=self.rows_in, reverse=True, runs=self.runs,
+        )  # fmt: skip
+        return [self._table(self.receipts, self.rows_out, self.received, True), index]
+
+    def _table(self, moves, rows_x, rows_out, reverse):
+        return _amcore.exchange_table(moves, rows_x=rows_x, rows_out=rows_out, reverse=reverse, runs=self.runs)
+
+    def _placed(self, arrays):
+        """Beside the rows, by one copy that the host does not wait for; with how many rows a table has."""
+        whole = to_device(self.device, *arrays)
+        if whole is None:
+            whole = torch.from_numpy(np.concatenate([a.ravel() for a in arrays]))
+        parts = whole.split([a.size for a in arrays])
+        rows = [int(a[-1, 0]) if a.ndim == 2 else 0 for a in arrays]
+        return [(part.view(a.shape), n) for part, a, n in zip(parts, arrays, rows, strict=True)]
+
+    def pack(self, packed, x):
+        _copy(packed, x, *self.there[0])
+
+    def keep(self, out, x):
+        _copy(out, x, *self.there[1])
+
+    def unpack(self, out, arrived):
+        _copy(out, arrived, *self.there[2])
+
+    def pack_back(self, packed, dout):
+        _copy(packed, dout, *self.back[0])
+
+    def add(self, dx, arrived, dout):
+        _amcore.exchange_sum_by(dx, arrived, dout, self.back[1][0])
+
+
+def _copy(out, x, table, rows):
+    _amcore.exchange_copy_by(out, x, table, rows=rows)
+
+
+def _mover(x, sends, receipts, own, own_after, runs, **sizes):
+    moves = sends, receipts, own, own_after, runs
+    return _Moves(*moves) if x.device.type == "cpu" else _Tables(*moves, device=x.device, **sizes)
+
+
+class _Carried:
+    """Rows on their way: those that `pack` puts into a buffer, ``rows_to`` each rank; ``rows_from`` each arrive."""
+
+    def __init__(self, pack, x, rows_to, rows_from, group_name, words):
         self.packed = _alloc.empty((sum(rows_to), *x.shape[1:]), x.dtype, x.device)
         self.arriving = _alloc.empty((sum(rows_from), *x.shape[1:]), x.dtype, x.device)
         self.messages = sum(n > 0 for n in rows_to)
-        _amcore.exchange_copy(self.packed, x, moves, reverse=reverse, runs=runs)
-        row = x.dtype.itemsize * x.shape[1:].numel()
-        incoming, outgoing = (
-            _bytes(buffer).split([n * row for n in rows])
-            for buffer, rows in ((self.arriving, rows_from), (self.packed, rows_to))
-        )
-        group = _resolve_process_group(group_name)
-        self.exchange = alarms.enter(group, f"{words}, rows {list(x.shape[1:])} of {x.dtype}")
-        self.done = alarms.start(functools.partial(_post, group, incoming, outgoing, self.exchange.tag))
+        pack(self.packed, x)
+        self.end = carry(self.packed, self.arriving, rows_to, rows_from, group_name, words)
 
     def arrived(self):
-        """Waits; the rows, by the rank that sent them."""
-        alarms.wait(self.done, self.exchange)
+        """The rows, by the rank that sent them."""
+        self.end()
         wire.sent += self.packed.nbytes
         wire.received += self.arriving.nbytes
         wire.messages += self.messages
         wire.exchanges += 1
         return self.arriving
-
-
-def _post(group, incoming, outgoing, tag):
-    """Receives and sends the buffers of all peers, nearest ranks first."""
-    rank, ranks = group.rank(), group.size()
-    before, after = ([(rank + step * n) % ranks for n in range(1, ranks)] for step in (-1, 1))
-    works = [group.recv([incoming[peer]], peer, tag) for peer in before]
-    return [group.send([outgoing[peer]], peer, tag) for peer in after] + works
-
-
-def _bytes(x):
-    return x.flatten().view(torch.uint8)
 
 
 def _whole_rows(x):
@@ -199,15 +284,19 @@ def _whole_rows(x):
     return x
 
 
-def _rows_cpu(x, sends, receipts, own, send_rows, receive_rows, own_after, rows_out, used, runs, group, words):
+def _rows_kernel(x, sends, receipts, own, send_rows, receive_rows, own_after, rows_out, used, runs, group, words):
     full = len(receipts) + len(own) and _count(receipts, runs) + _count(own, runs) == rows_out
     out = _alloc.empty((rows_out, *x.shape[1:]), x.dtype, x.device)
     if not full:
         out.zero_()
-    carried = _Carried(x, sends, False, send_rows, receive_rows, runs, group, words) if used else None
-    _amcore.exchange_copy(out, x, own, reverse=False, runs=runs)  # while the others travel
+    mover = _mover(
+        x, sends, receipts, own, own_after, runs, rows_in=x.shape[0], rows_out=rows_out, sent=sum(send_rows),
+        received=sum(receive_rows),
+    )  # fmt: skip
+    carried = _Carried(mover.pack, x, send_rows, receive_rows, group, words) if used else None
+    mover.keep(out, x)  # while the others travel
     if carried:
-        _amcore.exchange_copy(out, carried.arrived(), receipts, reverse=False, runs=runs)
+        mover.unpack(out, carried.arrived())
     return out
 
 
@@ -215,12 +304,15 @@ def _count(moves, runs):
     return int((moves[2::6] * moves[3::6] if runs else moves[2::3]).sum())
 
 
-def _backward_cpu(dout, sends, receipts, own, send_rows, receive_rows, own_after, rows_in, used, runs, group, words):
+def _backward_kernel(dout, sends, receipts, own, send_rows, receive_rows, own_after, rows_in, used, runs, group, words):
     dx = _alloc.empty((rows_in, *dout.shape[1:]), dout.dtype, dout.device)
+    mover = _mover(
+        dout, sends, receipts, own, own_after, runs, rows_in=rows_in, rows_out=dout.shape[0],
+        sent=sum(send_rows), received=sum(receive_rows),
+    )  # fmt: skip
     words = f"gradients of {words}"
-    carried = _Carried(dout, receipts, True, receive_rows, send_rows, runs, group, words) if used else None
-    arrived = carried.arrived() if carried else dout[:0]
-    _amcore.exchange_sum(dx, arrived, dout, sends, own, own_after=own_after, reverse=True, runs=runs)
+    carried = _Carried(mover.pack_back, dout, receive_rows, send_rows, group, words) if used else None
+    mover.add(dx, carried.arrived() if carried else dout[:0], dout)
     return dx
 
 
@@ -253,9 +345,9 @@ _ARGUMENTS = (
     "int rows, bool used, bool runs, str group, str words) -> Tensor"
 )
 _rows = define(
-    f"exchange_rows(Tensor x, {_ARGUMENTS}", _rows_cpu, _fake, setup=_setup, backward=_turned(lambda: _backward)
+    f"exchange_rows(Tensor x, {_ARGUMENTS}", _rows_kernel, _fake, setup=_setup, backward=_turned(lambda: _backward)
 )
 _backward = define(
-    f"exchange_rows_backward(Tensor dout, {_ARGUMENTS}", _backward_cpu, _fake, setup=_setup,
+    f"exchange_rows_backward(Tensor dout, {_ARGUMENTS}", _backward_kernel, _fake, setup=_setup,
     backward=_turned(lambda: _rows),
 )  # fmt: skip

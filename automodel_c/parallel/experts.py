@@ -18,7 +18,7 @@ from .exchange import Route, exchange, exchange_back, triples
 
 
 class ExpertParallel:
-    """The ranks that share the experts of every layer of a model. `group`: their process group (gloo), None for one."""
+    """The ranks that share the experts of every layer of a model. `group`: their process group, None for one."""
 
     def __init__(self, group=None):
         if group is not None and not isinstance(group, dist.ProcessGroup):
@@ -73,7 +73,7 @@ def _travel(chosen, experts, group):
     """The Route of each row to the ranks that hold an expert of its choice [T, k]."""
     ranks, rank = group.size(), dist.get_rank(group)
     holder = np.repeat(np.arange(ranks), [np.subtract(*expert_range(experts, ranks, r)[::-1]) for r in range(ranks)])
-    picks = chosen.numpy()
+    picks = chosen.cpu().numpy()  # the host waits here for the device: it counts the rows
     goes = np.zeros((ranks, len(picks)), dtype=bool)
     token, slot = np.nonzero(picks >= 0)
     goes[holder[picks[token, slot]], token] = True

@@ -13,7 +13,9 @@ connections, waits until the others have read the note, and raises. What the oth
 their connections, which ends a collective they are blocked in, and raise `RankFailure` in the main thread by way of
 SIGURG, which ends a sleep, a lock or a Python loop. A call into C that returns late raises when it returns; one that
 does not return within 20 s ends the process, after the message is printed. A rank that dies without a word is found by
-its peers' broken connections and by its heartbeat, which stopped.
+its peers' broken connections and by its heartbeat, which stopped. On GPUs a peer's connections say nothing: where rows
+have been on their way over NCCL for two seconds, heartbeats are looked at, and ten seconds without one mean a death.
+Communicators, ours and torch's, are aborted with the connections, so that a host that waits for its device goes on.
 """
 
 import contextlib
@@ -24,8 +26,10 @@ import sys
 import threading
 import time
 
+import torch
 import torch.distributed as dist
 
+from . import nccl
 from .sockets import cut_connections
 
 _POLL_S = 0.25  # notes and heartbeats
@@ -33,6 +37,8 @@ _SILENT_S = 1.5  # six missed heartbeats: after a lost connection, that rank is 
 _LINGER_S = 5.0  # the longest wait for the others to have read the note, or to have left, before this rank goes
 _STORE_TOO_S = 3.0  # when cutting the peers did not unblock the rank, it may wait for the store: cut that too
 _GIVE_UP_S = 20.0  # blocked where nothing helps: end the process
+_STALLED_S = 2.0  # rows on their way over NCCL for so long: is the peer alive?
+_DEAD_S = 10.0  # heartbeats missed by a rank that others' GPUs wait for; another thread's call may hold it up
 _LONGEST = 10_000  # letters of a note: the store refuses values of more than 8 MiB, and drops who sends one
 
 
@@ -96,6 +102,7 @@ class _Watch:
         name = "automodel_c/guard/" + (group.group_name if group is not None else "world")
         self.prefix = f"{name}/{self.store.add(f'{name}/entered/{self.rank}', 1)}"
         self.lock = threading.Lock()
+        self.heard = {}  # rank -> its heartbeat and when it was new, while rows on GPUs are stalled
         self.thread = threading.Thread(target=self._loop, name="automodel_c faults", daemon=True)
 
     def start(self):
@@ -133,7 +140,7 @@ class _Watch:
         except RuntimeError:  # the store is gone: nobody can be asked or told
             if not self.failure and _lost_connection(error):
                 self.failure = _store_lost()
-        cut_connections(self.ports)
+        _cut(self.ports)
         with contextlib.suppress(RuntimeError):
             self._wait_for("seen", 1 + len(self.others) - len(self.gone))
         if self.failure is None or not isinstance(error, Exception):
@@ -167,6 +174,19 @@ class _Watch:
             first = min(silent, key=lambda r: (after[r] is None, after[r] == "left", r))
             how = "left before the others" if after[first] == "left" else "stopped without a message (killed?)"
             self._write(first, how, gone=silent)
+
+    def _find_dead(self):
+        """While rows on GPUs are stalled: a peer whose heartbeat stopped is taken for dead."""
+        if not nccl.any_stalled(_STALLED_S):
+            self.heard = {}
+            return
+        now = time.monotonic()
+        for rank, beat in self._beats().items():
+            if self.heard.get(rank, (None, now))[0] != beat:
+                self.heard[rank] = beat, now
+        dead = [rank for rank, (beat, since) in self.heard.items() if beat != "left" and now - since > _DEAD_S]
+        if dead:
+            self._write(min(dead), "stopped without a message (killed?)", gone=dead)
 
     def _beats(self):
         keys = {r: self._beat_key(r) for r in self.others}
@@ -204,6 +224,7 @@ class _Watch:
             while not self.ended.wait(_POLL_S if beat else 0):
                 beat += 1
                 self.store.set(self._beat_key(self.rank), str(beat))
+                self._find_dead()
                 if self._read():
                     break
                 self.left = self.store.add(f"{self.prefix}/left", 0)
@@ -215,6 +236,8 @@ class _Watch:
 
     def _interrupt(self):
         began, spare = time.monotonic(), self.ports
+        if not self.over.is_set():
+            _abort_nccl()
         while not self.over.is_set():
             cut_connections(spare)
             if self.main:
@@ -230,6 +253,27 @@ class _Watch:
     def _raise(self, signum, frame):
         if self.failure and not self.over.is_set():
             raise self.failure
+
+
+def _cut(ports):
+    """Ends what goes on between this rank and others, but for the stores at these ports."""
+    _abort_nccl()
+    cut_connections(ports)
+
+
+def _abort_nccl():
+    """Has a thread abort every communicator of NCCL, which may take its time."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        threading.Thread(target=_abort_all, name="automodel_c abort", daemon=True).start()
+
+
+def _abort_all():
+    nccl.abort_all()
+    for group in list(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else ():
+        with contextlib.suppress(Exception):  # no NCCL in it, or aborted already
+            backend = group._get_backend(torch.device("cuda"))
+            if backend.name() == "nccl":
+                backend.abort()
 
 
 def _words(error):

@@ -5,10 +5,12 @@ import copy
 import hashlib
 import zlib
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from automodel_c.parallel import alarms
+from automodel_c.parallel.exchange import Route, exchange
 from automodel_c.parallel.frame_plan import FrameSharding, plan_frames, replicates
 
 _NOTE, _DIGEST = 256, 8  # bytes of a note that ranks exchange, and of each digest at its front
@@ -76,8 +78,9 @@ def shard_vision(visual, pixel_values, grid_thw, group, config):
         return _with_tokens(result, _gather(result, plan, merge, group))
 
 
-def run_frames(visual, pixel_values, grid_thw, plan):
-    """What `visual` returns for a FramePlan's own frames, zero frames behind them."""
+def run_frames(visual, pixel_values, grid_thw, plan, grid_device=None):
+    """What `visual` returns for a FramePlan's own frames, zero frames behind them. Their grid is made on grid_device,
+    where `visual` is if None."""
     pixels, grid = pixel_values[slice(*plan.rows)], list(plan.grid)
     if plan.padding:
         t, h, w = plan.padding
@@ -86,7 +89,7 @@ def run_frames(visual, pixel_values, grid_thw, plan):
             grid[-1] = (grid[-1][0] + t, h, w)
         else:
             grid.append(plan.padding)
-    made = torch.tensor(grid, dtype=grid_thw.dtype, device=_device(visual, pixel_values))
+    made = torch.tensor(grid, dtype=grid_thw.dtype, device=grid_device or _device(visual, pixel_values))
     return visual(pixels, grid_thw=made)
 
 
@@ -148,24 +151,12 @@ def _trouble(grid, rows, merge):
 
 
 def _exchange(note, group):
-    """Every rank's note, as bytes of equal length."""
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else "cpu"
-    mine = torch.frombuffer(bytearray(note.ljust(_NOTE, b"\0")), dtype=torch.uint8).to(device)
+    """Every rank's note, as bytes of equal length. They go from host to host."""
+    mine = torch.frombuffer(bytearray(note.ljust(_NOTE, b"\0")), dtype=torch.uint8)
     notes = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    _together(group, "the notes of shard_vision", lambda: dist.all_gather(notes, mine, group=group, async_op=True))
+    entered = alarms.enter(group, "the notes of shard_vision")
+    alarms.wait(alarms.start(lambda: [alarms.host_group(group).allgather([notes], [mine])]), entered)
     return [bytes(n.tolist()) for n in notes]
-
-
-def _together(group, words, post):
-    """Waits for the Work that ``post`` starts, a collective; where ranks differ in the words every rank raises.
-
-    Those that it waits for may be in another exchange, or on their way to it with an exception.
-    """
-    if dist.get_backend(group) == "nccl":
-        post().wait()
-        return
-    entered = alarms.enter(group, words)
-    alarms.wait(alarms.start(lambda: [post()]), entered)
 
 
 def _tokens_of(result):
@@ -208,38 +199,15 @@ def _gather(result, plan, merge, group):
     of = [f"{list(t.shape[1:])} of {t.dtype} on {t.device.type}" for t in tensors]
     _compare({"results of their towers": f"{type(result).__name__}, each token {', '.join(of)}"}, trouble, group)
     joined = torch.cat([t[:own] for t in tensors], 1) if len(tensors) > 1 else tensors[0][:own]
-    return _GatherTokens.apply(joined, plan.tokens, group).split([t.shape[1] for t in tensors], 1)
+    dtype = torch.float32 if joined.dtype == torch.float16 else joined.dtype  # gradients are not summed in float16
+    route = _to_all(plan.tokens, rank, f"{sum(plan.tokens)} tokens of shard_vision, {joined.shape[1]} wide")
+    made = exchange(joined.to(dtype), route, group).to(joined.dtype)
+    return made.split([t.shape[1] for t in tensors], 1)
 
 
-class _GatherTokens(torch.autograd.Function):
-    """x [tokens[rank], width] of every rank -> [sum of tokens, width].
-
-    The gradient is the sum over ranks, in fp32, in rank order.
-    """
-
-    @staticmethod
-    def forward(ctx, x, tokens, group):
-        ctx.tokens, ctx.group, ctx.words = tokens, group, f"{sum(tokens)} tokens of shard_vision, {x.shape[1]} wide"
-        mine = x.new_zeros(max(tokens), x.shape[1])
-        mine[: len(x)] = x
-        messages = [torch.empty_like(mine) for _ in tokens]
-        _together(group, ctx.words, lambda: dist.all_gather(messages, mine, group=group, async_op=True))
-        return torch.cat([m[:n] for m, n in zip(messages, tokens, strict=True)])
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
-        own = ctx.tokens[dist.get_rank(ctx.group)]
-        parts = grad.new_empty(own * len(ctx.tokens), grad.shape[1])
-        grad, sizes = grad.contiguous(), ([own] * len(ctx.tokens), list(ctx.tokens))
-        _together(
-            ctx.group,
-            f"gradients of {ctx.words}",
-            lambda: dist.all_to_all_single(parts, grad, *sizes, group=ctx.group, async_op=True),
-        )
-        total = torch.zeros(
-            own, grad.shape[1], dtype=torch.promote_types(grad.dtype, torch.float32), device=grad.device
-        )
-        for part in parts.split(own) if own else ():
-            total += part
-        return total.to(grad.dtype), None, None
+def _to_all(tokens, rank, words):
+    """The Route of every rank's tokens to every rank, in the order of ranks. tokens: how many each has."""
+    ranks, counts = len(tokens), np.array(tokens)
+    src, dst = (x.flatten() for x in np.meshgrid(np.arange(ranks), np.arange(ranks)))
+    moves = np.stack([src, dst, np.zeros_like(src), (np.cumsum(counts) - counts)[src], counts[src]], axis=1)
+    return Route.of(moves, rank, ranks, tokens[rank], sum(tokens), words)

@@ -30,16 +30,15 @@ def install_comm_hooks(model, *, wire_dtype=None):
     in float32 (`Bf16Shards`).
 
     Raises ValueError (no FSDP unit), TypeError (``wire_dtype``), NotImplementedError (a unit with several parameter
-    groups, parameters that are not on the CPU). Nothing is changed then.
+    groups, parameters that are neither on the CPU nor on CUDA). Nothing is changed then.
     """
     if wire_dtype not in (None, torch.float32, torch.bfloat16):
         raise TypeError(f"install_comm_hooks: wire_dtype is {wire_dtype}, not None, torch.float32 or torch.bfloat16")
     pairs = [(unit, group) for unit in units(model) if (group := param_group(unit)) is not None]
     for unit, group in pairs:
-        if group.device.type != "cpu":
+        if group.device.type not in ("cpu", "cuda"):
             raise NotImplementedError(
-                f"install_comm_hooks: {type(unit).__name__} is on {group.device}; the hooks sum on the CPU only. "
-                "On CUDA leave FSDP2's own reduce-scatter in place"
+                f"install_comm_hooks: {type(unit).__name__} is on {group.device}; the hooks sum on the CPU and on CUDA"
             )
     for unit, group in pairs:
         unit.set_custom_all_gather(GatherShards())
@@ -68,14 +67,14 @@ class ReduceParts(_Allocates, ReduceScatter):
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
         if async_op:
-            raise ValueError("ReduceParts: async_op is not supported: the sum is formed before the call returns")
+            raise ValueError("ReduceParts: async_op is not supported: the sum is begun before the call returns")
         scale = scale_of(op, group.size())
         sent = input_tensor.to(self.wire_dtype or input_tensor.dtype)
         parts = torch.empty_like(sent)
         dist.all_to_all_single(parts, sent, group=group)
         parts = parts.view(group.size(), -1)
         if self.bf16_shards.wanted():
-            total = torch.empty(output_tensor.shape, dtype=torch.float32)
+            total = torch.empty(output_tensor.shape, dtype=torch.float32, device=output_tensor.device)
             _amcore.comm_reduce_parts(total, parts, scale=scale)
             output_tensor.copy_(self.bf16_shards.accumulate(total))
         else:

@@ -43,26 +43,27 @@ def gated_delta_rule(q, k, v, g, beta, plan, *, scale=None, qk_l2norm=True):
         options = {"scale": scale, "qk_l2norm": qk_l2norm}
         if plan.straddles.any:
             return _across_ranks(tuple(tensors.values()), plan, options)
-        return ops.gated_delta_rule(*tensors.values(), pack=plan.straddles.pack(q.shape[0]), **options)[0]
+        return ops.gated_delta_rule(*tensors.values(), pack=plan.straddles.pack(q.shape[0], q.device), **options)[0]
 
 
 def _across_ranks(tensors, plan, options):
     """Every rank comes here when some document straddles, and runs one exchange."""
     parts, states = plan.straddles.parts, plan.straddles.states(tensors[0].shape[2], tensors[2].shape[2])
     pieces = list(zip(*(x.split([part.rows for part in parts]) for x in tensors), strict=True))
+    packs = [part.pack_on(tensors[0].device) for part in parts]
     outs, sent = [None] * len(parts), []
-    for i, (part, piece) in enumerate(zip(parts, pieces, strict=True)):
+    for i, (part, pack, piece) in enumerate(zip(parts, packs, pieces, strict=True)):
         if part.goes and part.came:
-            sent.append(_columns(_effect(*piece[1:], part.pack, options["qk_l2norm"])))
+            sent.append(_columns(_effect(*piece[1:], pack, options["qk_l2norm"])))
         elif part.goes:
-            outs[i], last = ops.gated_delta_rule(*piece, pack=part.pack, output_final_state=True, **options)
+            outs[i], last = ops.gated_delta_rule(*piece, pack=pack, output_final_state=True, **options)
             sent.append(_columns(last))
     arrived = exchange(torch.cat(sent), states.route, plan.group)
     blocks = arrived.split(states.sizes) if states.sizes else (arrived,)
-    for i, (part, piece) in enumerate(zip(parts, pieces, strict=True)):
+    for i, (part, pack, piece) in enumerate(zip(parts, packs, pieces, strict=True)):
         if outs[i] is None:
             first = _first_state(part, states, blocks, tensors[2].shape[2]) if part.came else None
-            outs[i] = ops.gated_delta_rule(*piece, pack=part.pack, initial_state=first, **options)[0]
+            outs[i] = ops.gated_delta_rule(*piece, pack=pack, initial_state=first, **options)[0]
     return torch.cat(outs)
 
 

@@ -8,8 +8,9 @@ import dataclasses
 import functools
 
 import numpy as np
+import torch
 
-from automodel_c.partition import Pack
+from automodel_c.partition import Pack, to_device
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -28,6 +29,14 @@ class Part:
     @functools.cached_property
     def pack(self):
         return make_pack(self.docs, self.rows)
+
+    def pack_on(self, device):
+        """`pack` for operators on a device; placed there once."""
+        return _kept_on(device, self.pack, self._packs)
+
+    @functools.cached_property
+    def _packs(self):
+        return {}
 
 
 class Straddles:
@@ -48,7 +57,7 @@ class Straddles:
         over = np.searchsorted(stops, edges, side="right")
         self.crossing = np.where(starts[over] < edges, over, -1)
         self.any = bool((self.crossing >= 0).any())
-        self._states, self._halos, self._packs = {}, {}, {}
+        self._states, self._halos, self._packs, self._came = {}, {}, {}, {}
 
     @functools.cached_property
     def came(self):
@@ -111,11 +120,20 @@ class Straddles:
         came = begin > self.plan.docs[doc, 0]
         return np.stack([row, row + end - begin], axis=1)[mine], np.flatnonzero(came[mine])
 
-    def pack(self, rows):
-        """`Pack` of the local pieces in a tensor of so many rows (`local`; one rank may leave out the padding)."""
+    def pack(self, rows, device=None):
+        """`Pack` of the local pieces in a tensor of so many rows (`local`; one rank may leave out the padding), for
+        operators on a device."""
         if rows not in self._packs:
-            self._packs[rows] = make_pack(self.pieces[0], rows)
-        return self._packs[rows]
+            self._packs[rows] = make_pack(self.pieces[0], rows), {}
+        return _kept_on(device, *self._packs[rows])
+
+    def came_on(self, device):
+        """Which of the documents of `pack` came in, int64 [m] on a device; placed there once."""
+        if device not in self._came:
+            came = self.pieces[1]
+            placed = to_device(device, came)
+            self._came[device] = torch.from_numpy(came) if placed is None else placed
+        return self._came[device]
 
     def states(self, key_dim, value_dim):
         """The `States` of a gated delta rule; made once."""
@@ -220,6 +238,15 @@ class Halo:
     def traffic(self, channels, dtype):
         """{"sent", "received", "messages"}: int64 [ranks], bytes and messages of one forward pass."""
         return traffic(self.moves, channels * dtype.itemsize, self.ranks)
+
+
+def _kept_on(device, pack, kept):
+    """The Pack for operators on a device, from those that there are."""
+    if device is None or torch.device(device).type == "cpu":
+        return pack
+    if device not in kept:
+        kept[device] = pack.to(device)
+    return kept[device]
 
 
 def make_pack(docs, rows):

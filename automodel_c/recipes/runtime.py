@@ -60,7 +60,7 @@ def start_ranks(recipe):
     """
     backend = recipe.dist_env.backend or ("nccl" if torch.cuda.is_available() else "gloo")
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    device, shape = torch.device("cpu"), mesh_shape(recipe.distributed, world, backend)
+    device, shape = torch.device("cpu"), mesh_shape(recipe.distributed, world)
     if "nccl" in backend:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
@@ -92,7 +92,7 @@ def runtime_over(shape, device, ep=1):
     return Runtime(dist.get_rank(), world, device, mesh, dp_rank, shape[0], cp_rank, shape[1], moe_mesh)
 
 
-def mesh_shape(section, world, backend):
+def mesh_shape(section, world):
     """(dp, cp) of `world` ranks by a schema.Distributed section. UsageError where they do not multiply to it, or where
     ep_size does not divide it."""
     ep = section.ep_size or 1
@@ -105,9 +105,6 @@ def mesh_shape(section, world, backend):
     if dp * cp != world:
         over = f" and distributed.cp_size={cp}" if cp > 1 else ""
         raise UsageError(f"distributed.dp_size={dp}{over}, but {world} ranks were started")
-    for key, ranks in (("cp_size", cp), ("ep_size", ep)):
-        if ranks > 1 and "nccl" in backend:
-            raise UsageError(f"distributed.{key}={ranks} needs dist_env.backend: gloo; {backend} is not supported yet")
     return dp, cp
 
 

@@ -15,6 +15,7 @@ from automodel_c.parallel.frame_plan import FrameSharding, plan_frames
 from tests.models import packs
 from tests.parallel.context_worker import groups
 from tests.patch import models
+from tests.ranks import here
 
 SHARDED = {"enabled": True, "min_tokens": 0, "min_frames": 0, "min_local_patch_rows": 0}
 CLIPS = [
@@ -62,7 +63,7 @@ def build(name, seed, group=None, **options):
             if p.ndim == 1 and not key.endswith(("A_log", "dt_bias")):
                 p.add_(torch.randn(p.shape) * 0.1)
     model.model.visual.requires_grad_(not frozen)
-    return model
+    return model.to(here())
 
 
 def part(name, seed, pack, **options):

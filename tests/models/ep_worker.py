@@ -22,6 +22,7 @@ from automodel_c.recipes.runtime import runtime_over
 from tests.models import cp_worker
 from tests.models.cp_worker import PACKS
 from tests.patch import models
+from tests.ranks import here
 
 PADDING = {"input_ids": torch.zeros(12, dtype=torch.int64), "labels": torch.full((12,), -100)}
 PADDING["doc_ids"] = torch.zeros_like(PADDING["input_ids"])
@@ -30,7 +31,7 @@ PADDING["doc_ids"] = torch.zeros_like(PADDING["input_ids"])
 @functools.cache
 def runtime(shape, ep):
     """The meshes of (dp, cp) ranks of which `ep` share experts."""
-    return runtime_over(shape, torch.device("cpu"), ep)
+    return runtime_over(shape, here(), ep)
 
 
 def build(name, seed, shape, ep, **options):
@@ -50,7 +51,7 @@ def sharded(name, seed, shape, ep, checkpointing=False, **options):
 
 def backward(model, chosen, where, count, scale=1):
     """The loss of the packs, which the ranks of dp deal out among them."""
-    total = torch.zeros(())
+    total = torch.zeros((), device=here())
     for pack in chosen[where.dp_rank :: where.dp_size]:
         loss, _ = model({**PACKS[pack], "num_label_tokens": count})
         (loss * scale).backward()

@@ -11,6 +11,7 @@ from automodel_c.ops import _alloc
 from automodel_c.parallel import ContextParallel, wire
 from automodel_c.parallel import attention as cp_attention
 from tests.guards import CheckedAllocator, Guards
+from tests.ranks import here
 
 HEADS, DIM = (4, 2), 16
 
@@ -59,10 +60,10 @@ def measured(ids, dtype=torch.float32, group="world", heads=HEADS, dim=DIM, seed
     """(out, dq, dk, dv) of the whole pack; bytes on the wire: forward, in all, as planned; rows that migrated."""
     cp = ContextParallel(groups(group))
     plan = cp.plan(doc_ids=ids, tokens=len(ids), **kinds)
-    whole = inputs(len(ids), dtype, heads, dim, seed)
+    whole = [x.to(here()) for x in inputs(len(ids), dtype, heads, dim, seed)]
     local = [cp.shard(x, plan, fill=float("nan") if poison else 0) for x in whole]
     if poison:
-        padding = cp.shard(torch.tensor([i == 0 for i in ids], dtype=torch.bool), plan, fill=True)
+        padding = cp.shard(torch.tensor([i == 0 for i in ids], dtype=torch.bool, device=here()), plan, fill=True)
         for x in local:
             x[padding] = float("nan")
     q, k, v = (x.requires_grad_() for x in local[:3])

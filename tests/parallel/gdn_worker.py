@@ -5,6 +5,7 @@ import torch.distributed as dist
 
 import automodel_c as amc
 from automodel_c.parallel import ContextParallel, wire
+from tests.ranks import here
 
 # name -> documents as ids, for any number of ranks
 PACKS = {
@@ -46,8 +47,8 @@ def inputs(tokens, dtype=torch.float32, heads=HEADS, dims=DIMS, seed=0, gate=1.0
 
 def local_shards(cp, plan, whole, ids, poison):
     """This rank's shards; with ``poison`` padding rows hold NaN. And which rows are padding."""
-    local = [cp.shard(x, plan) for x in whole]
-    padding = cp.shard(torch.tensor([i == 0 for i in ids], dtype=torch.bool), plan, fill=True)
+    local = [cp.shard(x.to(here()), plan) for x in whole]
+    padding = cp.shard(torch.tensor([i == 0 for i in ids], dtype=torch.bool, device=here()), plan, fill=True)
     if poison:
         for x in local:
             x[padding] = float("nan")

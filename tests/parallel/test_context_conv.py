@@ -18,6 +18,7 @@ from tests.numerics import assert_as_good_as
 from tests.ops.test_conv import naive
 from tests.parallel.gdn_worker import PACKS, counted, local_shards, said
 from tests.parallel.test_context_gdn import check_bytes
+from tests.ranks import here
 
 LAYOUTS = ("contiguous", "round_robin")
 CHANNELS = 24
@@ -35,7 +36,7 @@ def run(ids, layout="contiguous", silu=True, with_bias=True, **drawn):
     """(y, dx) of the whole pack and (dweight, dbias) summed over ranks; the wire: forward, in all, as planned."""
     cp = ContextParallel(dist.group.WORLD)
     plan = cp.plan(doc_ids=ids, tokens=len(ids), layout=layout)
-    x, weight, bias, dy = inputs(len(ids), **drawn)
+    x, weight, bias, dy = (t.to(here()) for t in inputs(len(ids), **drawn))
     (x, dy), padding = local_shards(cp, plan, [x, dy], ids, poison=True)
     leaves = [t.requires_grad_() for t in ([x, weight, bias] if with_bias else [x, weight])]
     before = wire.sent, wire.received, wire.messages

@@ -18,6 +18,7 @@ from automodel_c import parallel
 from automodel_c.parallel import ContextParallel, Prices, RankFailure, faults, shard_vision
 from tests.parallel import context_worker, gdn_worker
 from tests.parallel.test_frame_shard import GRID, ON, Tower, pixels
+from tests.ranks import here
 
 SOON_S = 20.0  # on idle cores it takes one
 
@@ -41,7 +42,7 @@ def attend(change=None, plan=None, **kinds):
         made = cp.plan(doc_ids=ids(tokens), scheme="balanced")
         other = cp.plan(**{"doc_ids": ids(tokens), "scheme": "balanced"} | kinds) if kinds else made
         q, k, v = context_worker.inputs(tokens)[:3]
-        q, k, v = (cp.shard(x, made).requires_grad_() for x in (q, k, v))
+        q, k, v = (cp.shard(x.to(here()), made).requires_grad_() for x in (q, k, v))
         if odd and change:
             q, k, v = (change(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
         out = parallel.attention(q, k, v, (plan(cp) if plan else other) if odd else made)
@@ -58,7 +59,7 @@ def no_exchange(then):
     def call(cp, odd):
         tokens = 12 * cp.ranks
         plan = cp.plan(doc_ids=ids(tokens, inside=True))
-        q, k, v = (cp.shard(x, plan) for x in context_worker.inputs(tokens)[:3])
+        q, k, v = (cp.shard(x.to(here()), plan) for x in context_worker.inputs(tokens)[:3])
         if odd and then == "plan":
             plan = other_documents(cp)
         out = parallel.attention(q, k[1:] if odd and then == "argument" else k, v, plan)
@@ -71,7 +72,7 @@ def delta_rule(change):
     def call(cp, odd):
         tokens = 12 * cp.ranks
         plan = cp.plan(doc_ids=ids(tokens))
-        tensors = [cp.shard(x, plan) for x in gdn_worker.inputs(tokens)[:5]]
+        tensors = [cp.shard(x.to(here()), plan) for x in gdn_worker.inputs(tokens)[:5]]
         parallel.gated_delta_rule(*(change(tensors) if odd else tensors), plan)
 
     return call
@@ -80,7 +81,7 @@ def delta_rule(change):
 def convolve(change):
     def call(cp, odd):
         plan = cp.plan(doc_ids=ids(12 * cp.ranks))
-        x, weight = torch.randn(plan.local, 24), torch.randn(24, 4)
+        x, weight = torch.randn(plan.local, 24, device=here()), torch.randn(24, 4, device=here())
         parallel.causal_conv1d(*(change(x, weight) if odd else (x, weight)), plan)
 
     return call
@@ -89,7 +90,7 @@ def convolve(change):
 def gather(change):
     def call(cp, odd):
         plan = cp.plan(tokens=12 * cp.ranks)
-        x = torch.randn(plan.local, 8)
+        x = torch.randn(plan.local, 8, device=here())
         cp.gather(change(x) if odd else x, plan)
 
     return call

@@ -10,6 +10,7 @@ from automodel_c.parallel import RankFailure, checkpoint_context_fn, wire
 from automodel_c.parallel.experts import expert_range
 from tests.numerics import assert_as_good_as
 from tests.ops.test_moe import naive, oracle, problem, run
+from tests.ranks import here
 
 SIZE, INNER, EXPERTS, K = 40, 24, 7, 3
 PARTS = ("out", "prob_sum", "dhidden", "drouter", "dgate_up", "ddown")
@@ -37,7 +38,10 @@ def over_ranks(tokens, dtype, seed, skewed):
     """This rank's out and dhidden, its experts' gradients, the sums over ranks of the rest; load; the wire."""
     group = dist.group.WORLD
     ranks, rank = group.size(), dist.get_rank()
-    (hidden, router, gate_up, down), padding, dout, dprob = inputs(tokens, dtype, seed, skewed)
+    (hidden, router, gate_up, down), padding, dout, dprob = (
+        [x.to(here()) for x in part] if isinstance(part, list) else part.to(here())
+        for part in inputs(tokens, dtype, seed, skewed)
+    )
     begin, end = cuts_of(tokens, ranks)[rank : rank + 2]
     mine = slice(*expert_range(EXPERTS, ranks, rank))
     x = hidden[begin:end].clone()
@@ -67,8 +71,11 @@ def whole(results):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_ranks_are_one_rank(rank_pools, seed, world, dtype, skewed):
-    tokens = 90
-    results = rank_pools(world).run(over_ranks, tokens, dtype, seed, skewed)
+    check_whole(rank_pools(world).run(over_ranks, 90, dtype, seed, skewed), 90, dtype, seed, skewed)
+
+
+def check_whole(results, tokens, dtype, seed, skewed):
+    """The error rule for what `over_ranks` gave, and the bytes on the wire."""
     found, load, real = whole(results)
     made, padding, *upstream = inputs(tokens, dtype, seed, skewed)
     made[0][padding] = 0
@@ -80,7 +87,7 @@ def test_ranks_are_one_rank(rank_pools, seed, world, dtype, skewed):
     assert torch.equal(load, wanted.double()) and real == rows
     if skewed:
         assert not load[-3:].any() and not found[4][-3:].any() and not found[5][-3:].any()
-    check_wire(results, made, padding, world)
+    check_wire(results, made, padding, len(results))
 
 
 def check_wire(results, made, padding, world):

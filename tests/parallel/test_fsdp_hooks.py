@@ -15,7 +15,7 @@ from automodel_c.parallel import install_comm_hooks, sum_gradients
 from automodel_c.parallel.bf16_shards import Bf16Shards
 from automodel_c.parallel.fsdp_hooks import ReduceParts, scale_of
 from automodel_c.parallel.fsdp_units import param_group
-from tests.ranks import RanksFailed
+from tests.ranks import RanksFailed, here
 
 BF16 = torch.bfloat16
 
@@ -38,16 +38,16 @@ class Net(nn.Module):
 
 def build(dtype=torch.float32):
     torch.manual_seed(1)
-    return Net().to(dtype)
+    return Net().to(here(), dtype)
 
 
-def cpu_mesh():
-    """FSDP2 would take the GPU of a machine that has one."""
-    return init_device_mesh("cpu", (dist.get_world_size(),))
+def mesh_here():
+    """FSDP2 would take the GPU of a machine that has one, whatever the ranks' device."""
+    return init_device_mesh(here().type, (dist.get_world_size(),))
 
 
 def shard(model, hooks=True, mesh=None, wire_dtype=None, **policy):
-    mesh = mesh or cpu_mesh()
+    mesh = mesh or mesh_here()
     for module in (model.up, model.down):
         fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(**policy))
     fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(**policy))
@@ -57,7 +57,7 @@ def shard(model, hooks=True, mesh=None, wire_dtype=None, **policy):
 
 
 def data(seed, rank, rows):
-    return torch.randn(rows, 6, generator=torch.Generator().manual_seed(1000 * seed + rank))
+    return torch.randn(rows, 6, generator=torch.Generator().manual_seed(1000 * seed + rank)).to(here())
 
 
 def oracle(seeds, rows, dtype=torch.float32):
@@ -180,7 +180,7 @@ def check_sharded_head():
     torch.manual_seed(3)
     head = nn.Linear(32, 64, bias=False)
     plain, truth = copy.deepcopy(head), copy.deepcopy(head).double()
-    install_comm_hooks(fully_shard(head, mesh=cpu_mesh()))
+    install_comm_hooks(fully_shard(head, mesh=mesh_here()))
     tokens = [torch.randn(8, 32, generator=torch.Generator().manual_seed(r)) for r in range(2)]
     head(tokens[rank]).square().sum().backward()
     for t in tokens:

@@ -7,7 +7,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from automodel_c.parallel import grad_reduction_from_config, install_comm_hooks, set_grad_reduction, sum_gradients
 from automodel_c.parallel.fsdp_units import param_group, trainable, units
-from tests.parallel.test_fsdp_hooks import BF16, Net, assert_as_good, build, cpu_mesh, data, full_grads, oracle, shard
+from tests.parallel.test_fsdp_hooks import BF16, Net, assert_as_good, build, data, full_grads, mesh_here, oracle, shard
 
 
 def full_size_gradient_bytes(model):
@@ -143,7 +143,7 @@ def test_sum_gradients_over_data_and_context_ranks(rank_pools):
 def check_bf16_parameters(hooks, microbatches, reduce_dtype):
     """One large gradient and many that bf16 would swallow: the hook's sum is float32."""
     model = torch.nn.Linear(4, 5, bias=False).to(BF16)
-    fully_shard(model, mesh=cpu_mesh(), mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
+    fully_shard(model, mesh=mesh_here(), mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
     if hooks:
         install_comm_hooks(model)
     sums = []
@@ -181,8 +181,8 @@ class Recorder(torch.nn.Module):
 def check_flags():
     """G8: each of the three switches is set once on every unit."""
     model = Recorder()
-    fully_shard(model.block, mesh=cpu_mesh())
-    fully_shard(model, mesh=cpu_mesh())
+    fully_shard(model.block, mesh=mesh_here())
+    fully_shard(model, mesh=mesh_here())
     calls = []
     for name in ("set_is_last_backward", "set_reshard_after_backward", "set_requires_gradient_sync"):
         for unit in units(model):

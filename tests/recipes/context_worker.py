@@ -21,7 +21,7 @@ from tests.recipes.step_worker import WAYS, _first_batches, _gradients
 def started(recipe, overrides):
     """A Run over all ranks of the group."""
     recipe = load_recipe(recipe, overrides)
-    shape = mesh_shape(recipe.distributed, dist.get_world_size(), "gloo")
+    shape = mesh_shape(recipe.distributed, dist.get_world_size())
     return build(recipe, runtime_over(shape, torch.device("cpu"), recipe.distributed.ep_size or 1))
 
 

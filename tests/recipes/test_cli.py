@@ -129,26 +129,24 @@ def test_main_refused_on_two_ranks(tiny):
 
 
 @pytest.mark.parametrize(
-    "world, section, backend, expected",
+    "world, section, expected",
     [
-        (4, {"cp_size": 2}, "gloo", (2, 2)),
-        (4, {"cp_size": None}, "nccl", (4, 1)),
-        (6, {"cp_size": 3, "dp_size": 2}, "gloo", (2, 3)),
-        (4, {"cp_size": 2, "dp_size": 4}, "gloo", "dp_size=4 and distributed.cp_size=2, but 4 ranks were started"),
-        (3, {"cp_size": 2}, "gloo", "distributed.cp_size=2, but 3 ranks were started: no multiple of it"),
-        (4, {"cp_size": 2, "ep_size": 4}, "gloo", (2, 2)),
-        (6, {"ep_size": None}, "nccl", (6, 1)),
-        (6, {"cp_size": 2, "ep_size": 4}, "gloo", "distributed.ep_size=4, but 6 ranks were started: no multiple of it"),
-        (2, {"ep_size": 2}, "nccl", "distributed.ep_size=2 needs dist_env.backend: gloo; nccl is not supported yet"),
-        (4, {"cp_size": 4}, "nccl", "distributed.cp_size=4 needs dist_env.backend: gloo; nccl is not supported yet"),
+        (4, {"cp_size": 2}, (2, 2)),
+        (4, {"cp_size": None}, (4, 1)),
+        (6, {"cp_size": 3, "dp_size": 2}, (2, 3)),
+        (4, {"cp_size": 2, "dp_size": 4}, "dp_size=4 and distributed.cp_size=2, but 4 ranks were started"),
+        (3, {"cp_size": 2}, "distributed.cp_size=2, but 3 ranks were started: no multiple of it"),
+        (4, {"cp_size": 2, "ep_size": 4}, (2, 2)),
+        (6, {"ep_size": None}, (6, 1)),
+        (6, {"cp_size": 2, "ep_size": 4}, "distributed.ep_size=4, but 6 ranks were started: no multiple of it"),
     ],
 )
-def test_mesh_shape(world, section, backend, expected):
+def test_mesh_shape(world, section, expected):
     if isinstance(expected, tuple):
-        assert mesh_shape(Distributed(**section), world, backend) == expected
+        assert mesh_shape(Distributed(**section), world) == expected
     else:
         with pytest.raises(UsageError, match=expected):
-            mesh_shape(Distributed(**section), world, backend)
+            mesh_shape(Distributed(**section), world)
 
 
 @pytest.mark.parametrize("module", ["yaml", "torch", "transformers"])

@@ -48,7 +48,7 @@ def _run(visual, media, tokens):
 
 def _run_own(visual, media, frames, tokens):
     zeros = 0 if frames.padding is None else frames.padding[0] * frames.padding[1] * frames.padding[2]
-    seen = run_frames(visual, media.pixel_values, torch.from_numpy(media.grids), frames)
+    seen = run_frames(visual, media.pixel_values, torch.from_numpy(media.grids), frames, "cpu")
     return _counted(seen, tokens, tokens + zeros // media.merge**2)
 
 

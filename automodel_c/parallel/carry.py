@@ -1,0 +1,90 @@
+"""How packed rows get from one rank to the others: by gloo, by NCCL, or by gloo through the host's memory.
+
+Rows on the CPU go by gloo, one tagged message from every rank to every other. Rows on a GPU go by NCCL where the group
+has it, which knows no tags: there the tagged messages go ahead of the rows, empty, over gloo, and the host waits until
+all ranks are in the same exchange, but never for the device. Where the group has no NCCL the rows themselves go by
+gloo, copied to the host and back, for which the host does wait.
+"""
+
+import functools
+
+import torch
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from automodel_c import _amcore
+
+from . import alarms, nccl
+
+
+def carry(packed, arriving, rows_to, rows_from, group_name, words):
+    """Begins to send `packed`, so many rows to each rank, and to receive `arriving`; a function that ends it, after
+    which they are there (for the current stream). words: what all ranks must agree on."""
+    group = _resolve_process_group(group_name)
+    row = packed.dtype.itemsize * packed.shape[1:].numel()
+    sizes = [[n * row for n in rows] for rows in (rows_to, rows_from)]
+    words = f"{words}, rows {list(packed.shape[1:])} of {packed.dtype}"
+    if not packed.is_cuda:
+        return _by_gloo(packed, arriving, *sizes, group, words)
+    if _has_nccl(group):
+        return _by_nccl(packed, arriving, *sizes, group, f"{words} on GPUs")
+    return _through_host(packed, arriving, *sizes, group, f"{words} on GPUs, by way of the host")
+
+
+def _by_gloo(packed, arriving, send_bytes, receive_bytes, group, words):
+    outgoing, incoming = _bytes(packed).split(send_bytes), _bytes(arriving).split(receive_bytes)
+    entered = alarms.enter(group, words)
+    done = alarms.start(functools.partial(_post, group, incoming, outgoing, entered.tag))
+    return functools.partial(alarms.wait, done, entered)
+
+
+def _by_nccl(packed, arriving, send_bytes, receive_bytes, group, words):
+    entered = alarms.enter(group, words)
+    alarms.meet(entered)
+    channel = nccl.communicator(group) or _open(group, entered, packed.device)
+    channel.exchange(_bytes(arriving), _bytes(packed), send_bytes, receive_bytes)
+    return functools.partial(channel.join, arriving)
+
+
+def _through_host(packed, arriving, send_bytes, receive_bytes, group, words):
+    landing = torch.empty(arriving.shape, dtype=arriving.dtype)
+    end = _by_gloo(packed.cpu(), landing, send_bytes, receive_bytes, group, words)
+
+    def land():
+        end()
+        arriving.copy_(landing)
+
+    return land
+
+
+def _has_nccl(group):
+    try:
+        return group._get_backend(torch.device("cuda")).name() == "nccl"
+    except RuntimeError:
+        return False
+
+
+def _open(group, entered, device):
+    """A communicator of the group, whose ranks are all here, when it is open."""
+    key = f"{entered.key}/nccl"
+    try:
+        if group.rank() == 0:
+            alarms.shared_store().set(key, _amcore.comm_id())
+        alarms.until(lambda: alarms.shared_store().check([key]), entered)
+        channel = nccl.Communicator(group, alarms.shared_store().get(key).decode(), device)
+        alarms.until(channel.is_ready, entered)
+        return channel
+    except Exception as error:
+        alarms.fail(entered, error)
+        raise
+
+
+def _post(group, incoming, outgoing, tag):
+    """Receives and sends the buffers of all peers, nearest ranks first."""
+    rank, ranks, group = group.rank(), group.size(), alarms.host_group(group)
+    before, after = ([(rank + step * n) % ranks for n in range(1, ranks)] for step in (-1, 1))
+    works = [group.recv([incoming[peer]], peer, tag) for peer in before]
+    return [group.send([outgoing[peer]], peer, tag) for peer in after] + works
+
+
+def _bytes(x):
+    return x.flatten().view(torch.uint8)

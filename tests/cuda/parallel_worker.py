@@ -1,0 +1,209 @@
+"""What a rank does in the tests of several ranks on GPUs."""
+
+import functools
+import os
+import signal
+import time
+
+import torch
+import torch.distributed as dist
+
+from automodel_c.models import qwen3_5
+from automodel_c.parallel import ContextParallel, RankFailure, exchange, faults, nccl, shard_vision, wire
+from automodel_c.parallel import attention as cp_attention
+from automodel_c.parallel.exchange import Route
+from tests.models import packs
+from tests.parallel.test_disagreements import CASES
+from tests.parallel.test_frame_shard import GRID, ON, Tower, levels, pixels
+from tests.patch import models
+from tests.ranks import here
+
+# head dims of the Hopper kernels, in a model that is small otherwise
+REAL = {
+    "hidden_size": 256, "head_dim": 256, "num_attention_heads": 4, "num_key_value_heads": 1,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10],
+        "mrope_interleaved": True,
+    },
+}  # fmt: skip
+LENGTHS = [700, 60, 1500, 3, 290]
+
+
+def moved(dtype, seed):
+    """Rows along random moves there, and their gradients back: with this rank's x, its upstream gradient and Route."""
+    group, generator = dist.group.WORLD, torch.Generator().manual_seed(seed)
+    ranks, rank, rows = group.size(), group.rank(), 300
+    order = torch.randperm(ranks * rows, generator=generator)  # of the rows put; every third is put nowhere
+    ends = torch.arange(len(order)).remainder(3) > 0
+    src, dst = (torch.randint(0, ranks, (len(order),), generator=generator) for _ in range(2))
+    start = torch.randint(0, rows, (len(order),), generator=generator)
+    moves = torch.stack([src, order // rows, start, order % rows, torch.ones_like(dst)], 1)[ends].numpy()
+    x, dout = (torch.randn(ranks, rows, 2, 24, generator=generator).to(dtype)[rank] for _ in range(2))
+    return x, dout, Route.of(moves, rank, ranks, rows, rows), group
+
+
+def rows_and_gradients(dtypes, seed):
+    """Whether a GPU's rows and sums have the CPU's bits, dtype by dtype; and that the wire counts the same."""
+    same = []
+    for dtype in dtypes:
+        x, dout, route, group = moved(dtype, seed)
+        found = []
+        for device in (torch.device("cpu"), here()):
+            leaf, before = x.clone().to(device).requires_grad_(), (wire.sent, wire.received)
+            out = exchange.exchange(leaf, route, group)
+            out.backward(dout.to(device))
+            traffic = wire.sent - before[0], wire.received - before[1]
+            found.append([out.detach().cpu(), leaf.grad.cpu(), torch.tensor(traffic)])
+        same.append(all(torch.equal(a, b) for a, b in zip(*found, strict=True)))
+    return same
+
+
+def any_dtype(dtypes):
+    group, same = dist.group.WORLD, []
+    plan = ContextParallel(group).plan(tokens=4 * group.size())
+    for dtype in dtypes:
+        whole = torch.arange(4 * group.size() * 3).view(-1, 3).to(dtype)
+        local = whole[4 * group.rank() :][:4].to(here())
+        same.append(torch.equal(exchange.exchange(local, plan.gather_route, group).cpu(), whole))
+    return same
+
+
+def host_goes_on():
+    """Whether an attention's forward and backward never wait for the device, once its tables are there."""
+    cp, dtype = ContextParallel(dist.group.WORLD), torch.bfloat16
+    plan = cp.plan(cu_seqlens=[0, 1000, 1200], scheme="balanced")
+    leaves = [torch.randn(plan.local, n, 128, device=here(), dtype=dtype, requires_grad=True) for n in (4, 2, 2)]
+    cp_attention(*leaves, plan).sum().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out = cp_attention(*leaves, plan)
+        out.backward(torch.ones_like(out))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return True
+
+
+@functools.cache
+def real_model(dtype, over):
+    """A model of real head dims, over the ranks' packs ("cp") or on this rank alone (None)."""
+    mapping = models.config("qwen3_5_moe", **{"num_experts": 8} | REAL).to_dict()
+    mapping["vision_config"]["out_hidden_size"] = REAL["hidden_size"]
+    torch.manual_seed(5)
+    options = {"cp": ContextParallel(dist.group.WORLD)} if over == "cp" else {}
+    model = packs.well_conditioned(qwen3_5.load(mapping, dtype=torch.float32, **options))
+    return model.to(here(), dtype)
+
+
+def real_batch():
+    generator = torch.Generator().manual_seed(11)
+    ids = torch.randint(0, 80, (sum(LENGTHS),), generator=generator)
+    offsets = torch.tensor([0, *LENGTHS]).cumsum(0)
+    return {"input_ids": ids, "labels": ids.roll(-1), "cu_seqlens": offsets}
+
+
+def real(dtype, over):
+    """{"loss": .., parameter: gradient}: this rank's parts (cp), or one rank's."""
+    return packs.ours(real_model(dtype, over), real_batch())
+
+
+def tower():
+    """Tokens of shard_vision and the tower's gradients, beside those of one rank: largest differences."""
+    found = []
+    for group in (None, dist.group.WORLD):
+        made = Tower("object").to(here())
+        tokens = levels(shard_vision(made, pixels().to(here()), torch.tensor(GRID), group, ON))
+        sum(t.square().sum() for t in tokens).div(1 if group is None else group.size()).backward()
+        grads = [p.grad for p in made.parameters()]
+        for g in grads if group is not None else ():
+            dist.all_reduce(g)
+        found.append([t.detach() for t in tokens] + grads)
+    return [float((a - b).abs().max() / b.abs().max()) for a, b in zip(*found[::-1], strict=True)]
+
+
+def outcomes(names, culprit):
+    """As of tests.parallel.test_disagreements, what this rank raised, and that the device is not held up."""
+    found = []
+    for name in names:
+        cp = ContextParallel(dist.new_group(list(range(dist.get_world_size()))))
+        began = time.monotonic()
+        try:
+            CASES[name].call(cp, dist.get_rank() == culprit)
+            found.append(("nothing", None, 0.0))
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            found.append((text, getattr(error, "rank", None), time.monotonic() - began))
+        torch.cuda.synchronize()
+    return found
+
+
+def stress(seconds):
+    """Exchanges, FSDP-like collectives of torch's and matrix products interleaved on streams; how many rounds."""
+    cp, rounds = ContextParallel(dist.group.WORLD), 0
+    plan = cp.plan(cu_seqlens=[0, 3000, 4096], scheme="balanced")
+    q, k, v = (torch.randn(plan.local, n, 128, device=here(), dtype=torch.bfloat16) for n in (8, 2, 2))
+    other, side = dist.new_group(list(range(cp.ranks))), torch.cuda.Stream()
+    weights = torch.ones(1 << 22, device=here())
+    expected = cp.gather(cp_attention(q, k, v, plan), plan)
+    stop, began = False, time.monotonic()
+    while not stop:
+        with torch.cuda.stream(side):
+            gathered = torch.empty(cp.ranks << 22, device=here())
+            works = [dist.all_gather_into_tensor(gathered, weights, group=other, async_op=True)]
+            reduced = torch.empty(1 << 22, device=here())
+            works.append(dist.reduce_scatter_tensor(reduced, gathered, group=other, async_op=True))
+        outs = [cp.gather(cp_attention(q, k, v, plan), plan) for _ in range(4)]
+        for work in works:
+            work.wait()
+        if rounds % 16 == 0:
+            assert all(torch.equal(out, expected) for out in outs) and bool((reduced == cp.ranks).all())
+            late = torch.tensor(time.monotonic() - began > seconds, device=here()).int()
+            dist.broadcast(late, 0)
+            stop = bool(late)
+        rounds += 1
+    torch.cuda.synchronize()
+    return rounds
+
+
+def dies(how):
+    """Under a guard, rank 1 ends in the middle of rank 0's exchange; what rank 0 raised, and after how long."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    plan = ContextParallel(group).plan(tokens=1 << 14)
+    x = torch.ones(plan.local, 1024, device=here())
+    exchange.exchange(x, plan.gather_route, group)
+    torch.cuda.synchronize()
+    began = time.monotonic()
+    try:
+        with faults.guard():
+            if rank == 1 and how == "raises":
+                raise ValueError("no more data")
+            if rank == 1:  # it has met its peer, and then its device never comes
+                torch.cuda._sleep(100_000_000_000)  # some 50 s
+                exchange.exchange(x, plan.gather_route, group)
+                os.kill(os.getpid(), signal.SIGKILL)
+            exchange.exchange(x, plan.gather_route, group)
+            torch.cuda.synchronize()
+            while True:  # the device came back without rows: the guard is about to raise
+                time.sleep(0.1)
+    except (RankFailure, ValueError) as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - began
+
+
+def communicators():
+    """Opened once for a group, closed with it, and gone after an abort."""
+    group, rank = dist.new_group([0, 1]), dist.get_rank()
+    plan = ContextParallel(group).plan(tokens=8)
+    x = torch.full((plan.local, 2), float(rank), device=here())
+    first = exchange.exchange(x, plan.gather_route, group)
+    opened = nccl.communicator(group)
+    assert opened is not None and torch.equal(first, exchange.exchange(x, plan.gather_route, group))
+    assert nccl.communicator(group) is opened and opened.is_ready()
+    torch.cuda.synchronize()
+    assert not opened.is_stalled(0.0)
+    dist.barrier()
+    nccl.abort(group)
+    assert nccl.communicator(group) is None
+    try:
+        opened.is_ready()
+    except ValueError as error:
+        return str(error)
