@@ -37,7 +37,7 @@ def moe(
         down: [E, H, I], hidden's dtype.
         top_k: experts of a token, 1 to E.
         padding: bool [T] or None; True marks a row that is never routed, may hold NaN, and has output and gradient 0.
-        ep_group: None, or the process group (gloo) whose ranks share the E experts: rank r holds a contiguous range of
+        ep_group: None, or the process group whose ranks share the E experts: rank r holds a contiguous range of
             them, its gate_up and down are those, and what is over goes to the first ranks. Every rank calls, with its
             own tokens; gradients of gate_up and down are those of all ranks' losses. What `return_aux` and
             `return_router_stats` tell is of the caller's tokens alone.

@@ -25,7 +25,7 @@ def carry(packed, arriving, rows_to, rows_from, group_name, words):
     words = f"{words}, rows {list(packed.shape[1:])} of {packed.dtype}"
     if not packed.is_cuda:
         return _by_gloo(packed, arriving, *sizes, group, words)
-    if _has_nccl(group):
+    if has_nccl(group):
         return _by_nccl(packed, arriving, *sizes, group, f"{words} on GPUs")
     return _through_host(packed, arriving, *sizes, group, f"{words} on GPUs, by way of the host")
 
@@ -56,7 +56,8 @@ def _through_host(packed, arriving, send_bytes, receive_bytes, group, words):
     return land
 
 
-def _has_nccl(group):
+def has_nccl(group):
+    """Whether it carries what is on GPUs by NCCL."""
     try:
         return group._get_backend(torch.device("cuda")).name() == "nccl"
     except RuntimeError:

@@ -4,14 +4,16 @@ import torch
 import torch.distributed as dist
 
 from . import alarms
+from .carry import has_nccl
 from .exchange import exchange
-from .plan import LAYOUTS, SCHEMES, ContextPlan, Prices, make_pack
+from .plan import LAYOUTS, SCHEMES, ContextPlan, Prices, make_pack, measured_prices
 
 
 class ContextParallel:
     """The ranks that share a pack.
 
-    ``group``: their process group (gloo). None, or a group of one rank, is the plain path: nothing is cut or sent.
+    ``group``: their process group (gloo, or NCCL on GPUs). None, or a group of one rank, is the plain path: nothing is
+    cut or sent.
     """
 
     def __init__(self, group=None):
@@ -43,7 +45,7 @@ class ContextParallel:
                 of the mean, rows of overloaded ones migrating; "heads", the heads of long documents that lie on several
                 ranks split over the ranks, each computing all rows of its heads, the other rows as with "balanced";
                 "auto", what the prices call cheapest.
-            prices: a `Prices`; the package's own measurements when None.
+            prices: a `Prices`; the package's own measurements when None, on GPUs where the group has NCCL.
 
         Raises:
             ValueError: both descriptions, doc_ids of other than `tokens` elements, an unknown layout or scheme.
@@ -56,6 +58,8 @@ class ContextParallel:
             if not isinstance(prices, Prices | None):
                 raise TypeError(f"plan: prices must be Prices or None, not {type(prices).__name__}")
             pack, tokens = make_pack(cu_seqlens, doc_ids, tokens)
+            if prices is None and self.group is not None and has_nccl(self.group):
+                prices = measured_prices("h200_nccl")
             return ContextPlan(
                 pack, tokens, ranks=self.ranks, rank=self.rank, group=self.group, layout=layout, scheme=scheme,
                 prices=prices,

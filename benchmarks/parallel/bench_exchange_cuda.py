@@ -13,8 +13,8 @@ Found (torch 2.11, NCCL 2.28.9): comm_exchange 33 us, torch's call 89 on the sam
 the whole exchange 746: since then ranks of one machine meet in shared memory, which was not timed there (4.5 us between
 two processes on two cores). On the device 60, 122, 377 and 1,315 us for 1, 16, 64 and 256 MiB (178 and 204 GB/s for the
 last two), torch 69, 158, 415 and 1,468; NCCL alone 54, 104, 269 and 916, its rate below what was predicted (250 and 293
-GB/s); packing, unpacking and the copy of as many rows that stay take 108 us at 64 MiB. ReduceParts 106, 205 and 619 us for 16, 64 and
-256 MiB, NCCL's own reduce-scatter 99, 172 and 583: ours is 6 to 16 % slower.
+GB/s); packing, unpacking and the copy of as many rows that stay take 108 us at 64 MiB. ReduceParts 106, 205 and 619
+us for 16, 64 and 256 MiB, NCCL's own reduce-scatter 99, 172 and 583: ours is 6 to 16 % slower.
 """
 
 import numpy as np

@@ -150,7 +150,7 @@ def meets_in_a_group_of_its_own():
         for n in range(3):
             alarms.meet(alarms.enter(group, f"rows {n}"))
         host = alarms.host_group(group)
-    return type(host), host is alarms.host_group(group), carry._has_nccl(group)
+    return type(host), host is alarms.host_group(group), carry.has_nccl(group)
 
 
 def test_a_group_without_gloo_meets_over_one_of_its_own(rank_pools):

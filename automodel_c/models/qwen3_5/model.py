@@ -51,7 +51,7 @@ def load(
             of the loss; parts and their gradients sum over the group to those of one rank. None is one rank.
         frame_sharding: a mapping with keys of `FrameSharding`: how the tower's frames are spread over those ranks.
             None is the default, every rank runs every frame.
-        ep_group: None, or the process group (gloo) whose ranks share the experts of every layer: rank r of R holds
+        ep_group: None, or the process group whose ranks share the experts of every layer: rank r of R holds
             experts [r E / R, (r + 1) E / R), and reads only them. The ranks call the model alike, each with its own
             tokens (of packs of its own, or its part of one that `cp` shares); an expert's gradient is that of all
             their losses. What is no expert is whole on every rank, and its gradient this rank's alone. Clipping and
