@@ -164,14 +164,17 @@ def start(post):
 
 
 def meet(exchange):
-    """Waits until all ranks are in this exchange; RankFailure where one is in another."""
+    """Waits until all ranks are in this exchange; RankFailure where one is in another.
+
+    The first three times over gloo, while a `mailbox` is opened, then in that, where all ranks have it in common.
+    """
     line = watch(exchange.group)
-    if line.box and line.met >= 2:
+    if line.box and line.met > 2:
         line.box.enter(line.met, exchange.tag)
         until(functools.partial(line.box.has_all, line.met, exchange.tag), exchange, line.box.gone)
         line.met += 1
         return
-    if line.met == 0 and exchange.group.rank() == 0:  # the first time: there is a mailbox; the second: it is open
+    if line.met == 0 and exchange.group.rank() == 0:
         line.file = mailbox.create(exchange.group.size())
         shared_store().set(_key(exchange.group, "mailbox"), line.file)
     wait(start(functools.partial(_greet, exchange.group, exchange.tag)), exchange)
@@ -179,6 +182,8 @@ def meet(exchange):
         name = shared_store().get(_key(exchange.group, "mailbox")).decode()
         line.box = mailbox.Mailbox(exchange.group.rank(), exchange.group.size(), name)
     elif line.met == 1:
+        line.box.say()
+    elif line.met == 2:
         line.box = line.box if line.box.is_shared() else False
         if exchange.group.rank() == 0:
             mailbox.remove(line.file)

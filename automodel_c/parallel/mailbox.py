@@ -5,10 +5,10 @@ rank has two numbers, for even and odd meetings: a rank comes to the next only w
 none is ever two ahead.
 """
 
+import atexit
 import mmap
 import os
 import secrets
-import struct
 import tempfile
 import time
 
@@ -16,35 +16,41 @@ import numpy as np
 
 _SPINS = 200  # looks before a pause, in which other threads run
 _PAUSE_S = 50e-6
+_COLUMNS = 4
 
 
 class Mailbox:
-    """One rank's view. Opened in two steps, between which, and after which, the ranks meet in another way."""
+    """One rank's view. Three things are done one after another, and after each the ranks meet in another way: it is
+    opened, each `says` whether it sees the others, and it `is_shared` where all do."""
 
     def __init__(self, rank, ranks, name):
         """``name``: the file of `create`. A rank that does not see it has no memory in common with the others."""
         self.rank, self.peers, self._map = rank, [r for r in range(ranks) if r != rank], None
         try:
             with open(name, "r+b") as file:
-                self._map = mmap.mmap(file.fileno(), 3 * 8 * ranks)
+                self._map = mmap.mmap(file.fileno(), 8 * _COLUMNS * ranks)
         except (OSError, ValueError):
             return
-        self._cells = np.frombuffer(self._map, np.int64).reshape(ranks, 3)  # process, then of even and odd meetings
-        self._cells[rank, 0] = os.getpid()
+        # of each rank: of even and odd meetings, its process, whether it sees the others
+        self._cells = np.frombuffer(self._map, np.int64).reshape(ranks, _COLUMNS)
+        self._cells[rank, 2] = os.getpid()
+
+    def say(self):
+        """Whether this rank sees all others' processes."""
+        if self._map is not None and all(self._cells[:, 2] > 0) and not self.gone():
+            self._cells[self.rank, 3] = 1
 
     def is_shared(self):
-        """Whether all ranks see it and each other's processes; the same on every rank, once all have opened it."""
-        if self._map is None:
-            return False
-        return all(self._cells[:, 0] > 0) and not any(map(self._is_gone, self.peers))
+        """Whether all ranks see all others; the same on every rank."""
+        return self._map is not None and bool(all(self._cells[:, 3] == 1))
 
     def enter(self, number, tag):
         """Says that this rank is at a meeting. number: of the meeting, tag: 31 bits of what it is."""
-        self._cells[self.rank, 1 + number % 2] = _cell(number, tag)
+        self._cells[self.rank, number % 2] = _cell(number, tag)
 
     def has_all(self, number, tag):
         """Whether all ranks are there, and for the same; a short while is waited."""
-        wanted, column = _cell(number, tag), 1 + number % 2
+        wanted, column = _cell(number, tag), number % 2
         missing = self.peers
         for _ in range(_SPINS):
             missing = [peer for peer in missing if self._cells[peer, column] != wanted]
@@ -59,7 +65,7 @@ class Mailbox:
 
     def _is_gone(self, peer):
         try:
-            with open(f"/proc/{self._cells[peer, 0]}/stat", "rb") as file:
+            with open(f"/proc/{self._cells[peer, 2]}/stat", "rb") as file:
                 return file.read().rpartition(b")")[2].split()[0] in (b"Z", b"X")
         except OSError:
             return True
@@ -71,7 +77,8 @@ def create(ranks):
         folder = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
         name = f"{folder}/automodel_c-{os.getpid()}-{secrets.token_hex(8)}"
         with open(name, "xb") as file:
-            file.write(struct.pack(f"{3 * ranks}q", *[0] * 3 * ranks))
+            file.write(bytes(8 * _COLUMNS * ranks))
+        atexit.register(remove, name)  # where they never met again
         return name
     except OSError:
         return ""
@@ -82,7 +89,7 @@ def remove(name):
     try:
         os.unlink(name)
     except OSError:
-        pass
+        pass  # removed already
 
 
 def _cell(number, tag):

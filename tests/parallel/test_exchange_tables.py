@@ -203,14 +203,29 @@ def without_a_mailbox():
     """A machine that cannot make the file, or whose other ranks do not see it, meets over gloo."""
     group = dist.new_group([0, 1])
     with mock.patch.object(alarms.mailbox, "create", lambda ranks: "" if ranks == 2 else None):
-        for i in range(4):
+        for i in range(5):
             alarms.meet(alarms.enter(group, f"rows {i}"))
     blind = mailbox.Mailbox(dist.get_rank(), 2, "/nowhere")
+    blind.say()
     return alarms.watch(group).box, blind.is_shared()
 
 
 def test_ranks_without_common_memory_meet_over_gloo(rank_pools):
     assert rank_pools(2).run(without_a_mailbox) == [(False, False)] * 2
+
+
+def one_is_blind():
+    """Rank 1 cannot see the others' processes, though they see its: nobody takes the memory for shared."""
+    group = dist.new_group([0, 1, 2])
+    hidden = mock.patch.object(mailbox.Mailbox, "_is_gone", lambda *_: dist.get_rank() == 1)
+    with hidden:
+        for i in range(5):
+            alarms.meet(alarms.enter(group, f"rows {i}"))
+    return alarms.watch(group).box
+
+
+def test_ranks_agree_whether_memory_is_shared(rank_pools):
+    assert rank_pools(3).run(one_is_blind) == [False] * 3
 
 
 def tables_that_are_kept():
