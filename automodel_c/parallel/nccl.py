@@ -24,7 +24,7 @@ class Communicator:
         self.number = _amcore.comm_open(id, rank=group.rank(), ranks=group.size(), device=device.index)
         self.since = None  # of the last exchange
         _open[group] = self
-        close = weakref.finalize(self, _amcore.comm_close, self.number, abort=True)
+        close = weakref.finalize(self, _amcore.comm_close, self.number, abort=False)
         close.atexit = False  # NCCL is not to be called while the interpreter ends
 
     def is_ready(self):

@@ -61,7 +61,7 @@ typedef struct am_comm_join_args {
 
 typedef struct am_comm_close_args {
     int64_t comm; /* one that is closed already is no error */
-    bool abort;   /* do not wait for what is under way */
+    bool abort;   /* do not wait for what is under way; else for five seconds */
 } am_comm_close_args;
 
 /* Where there is no CUDA in the build, or no NCCL to be found: AM_ERR_UNSUPPORTED. What NCCL refuses: AM_ERR_CUDA. */

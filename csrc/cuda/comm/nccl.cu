@@ -35,7 +35,7 @@ namespace
 {
 
 constexpr int kComms = 256;
-constexpr int kPolls = 1000; /* milliseconds that a close waits for those inside NCCL */
+constexpr int kPolls = 1000, kPatience = 5000; /* milliseconds that a close waits for those inside NCCL, for rows */
 
 enum State { kFree, kOpening, kReady, kFailed, kClosing };
 
@@ -320,6 +320,19 @@ bool wait_for_users(Comm *c)
     return false;
 }
 
+/* Whether what it sent has arrived, in the end. */
+bool settle(const Comm *c)
+{
+    const timespec pause = {0, 1000000};
+    cudaError_t found = c->sent ? cudaErrorNotReady : cudaSuccess;
+    for (int n = 0; n < kPatience && found == cudaErrorNotReady; n++) {
+        found = cudaEventQuery(c->done);
+        if (found == cudaErrorNotReady)
+            (void)nanosleep(&pause, nullptr);
+    }
+    return found == cudaSuccess;
+}
+
 } // namespace
 
 extern "C" am_status am_cuda_comm_id(am_comm_id_args *a)
@@ -387,7 +400,7 @@ extern "C" am_status am_cuda_comm_close(const am_comm_close_args *a)
     int before = 0;
     const bool known = cudaGetDevice(&before) == cudaSuccess;
     const bool left = wait_for_users(c); /* one that NCCL keeps is let go by the abort */
-    destroy(c, a->abort || !left);
+    destroy(c, a->abort || !left || !settle(c));
     (void)wait_for_users(c);
     pthread_mutex_lock(&lock);
     *c = {};
