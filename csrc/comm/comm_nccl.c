@@ -64,6 +64,7 @@ am_status am_comm_exchange(const am_comm_exchange_args *a, const am_exec *ex)
 
 am_status am_comm_join(const am_comm_join_args *a, const am_exec *ex)
 {
+    (void)a;
     AM_CHECK(ex->dev == AM_DEV_CUDA, AM_ERR_UNSUPPORTED, "comm_join: arriving is on the CPU, which has no stream");
     return am_cuda_comm_join(a, ex);
 }
