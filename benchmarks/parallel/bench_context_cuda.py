@@ -8,6 +8,8 @@ documents: less work, so that the same bytes weigh more: 1.8 forward, 1.85 with 
 document, 16 heads over 64 of 128: with two ranks no document goes through one, so rank 1 waits for rank 0's state:
 forward 1.0 at most (the recurrence is serial and rank 1 starts when rank 0 ends), less one exchange; backward 1.0
 likewise; heavy-tailed the same, as some document straddles. Pipelining is not there.
+
+Not run yet.
 """
 
 import numpy as np
