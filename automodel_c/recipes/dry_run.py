@@ -25,7 +25,7 @@ from ..parallel.plan import make_pack
 from . import parts
 from .config import frame_sharding
 from .finetune_vlm import shard
-from .runtime import UsageError, mesh_shape, runtime_over
+from .runtime import mesh_shape, runtime_over
 from .schedule import LrSchedule
 from .targets import resolve
 
@@ -55,8 +55,7 @@ class DryRun:
     ranks are alike; kinds: how many objects. largest: (name, bytes) of the unit that is largest when gathered. at_once:
     bytes of the weights that are gathered at the same time, at most. whole_gradients: of gradients that a step of
     several microbatches holds unsharded, where it defers their reduction. plan: ContextPlan of a full pack as one
-    document, None on one rank of cp. reads: bytes of the files that each built rank would read, of `files`. remark:
-    what keeps this recipe from a run today, or None."""
+    document, None on one rank of cp. reads: bytes of the files that each built rank would read, of `files`."""
 
     parameters: int
     shape: tuple
@@ -71,7 +70,6 @@ class DryRun:
     reads: list
     files: int
     seconds: float
-    remark: str | None
 
     def describe(self):
         """For people, some lines."""
@@ -98,8 +96,6 @@ class DryRun:
             most, fewest = max(self.reads) / GIB, min(self.reads) / GIB
             yield f"a rank reads {fewest:.3f} to {most:.3f} GiB of the model's files, which hold {self.files / GIB:.3f}"
         yield from self._planned()
-        if self.remark:
-            yield f"not yet: {self.remark}"
 
     def _held(self, rank):
         return sum(of.held for of in self.ranks[rank].values())
@@ -132,7 +128,7 @@ def dry_run(recipe, world):
     UsageError, ValueError and NotImplementedError as a run of so many ranks would raise them.
     """
     began = time.perf_counter()
-    dp, cp = mesh_shape(recipe.distributed, world, "gloo")
+    dp, cp = mesh_shape(recipe.distributed, world)
     ep, steps = recipe.distributed.ep_size or 1, recipe.step_scheduler
     check_batch_sizes(steps.global_batch_size, steps.local_batch_size, dp)
     LrSchedule(recipe.lr_scheduler, recipe.optimizer.lr, steps.max_steps or 1, recipe.optimizer.weight_decay)
@@ -170,7 +166,6 @@ def dry_run(recipe, world):
         reads=reads,
         files=0 if built.model.folder is None else qwen3_5.Files(built.model.folder).total_bytes,
         seconds=time.perf_counter() - began,
-        remark=_remark(recipe, world),
     )
 
 
@@ -324,12 +319,3 @@ def _plan(recipe, cp):
         return None
     pack, tokens = make_pack(None, None, tokens * recipe.step_scheduler.local_batch_size)
     return ContextPlan(pack, tokens, ranks=cp)
-
-
-def _remark(recipe, world):
-    """What keeps the recipe from being run today: the communication that is not there yet."""
-    try:
-        mesh_shape(recipe.distributed, world, recipe.dist_env.backend or "")
-    except UsageError as error:
-        return str(error)
-    return None
