@@ -3,7 +3,8 @@
  * A kernel file picks one of each, in this order, after its target pragma:
  *
  *   am_vec_scalar.inc | am_vec_avx2.inc | am_vec_avx512.inc    vf of VL floats: vload vstore vset vadd vsub vmul vdiv
- *       vfma vmax vround vscalb vzero_below vhsum vhmax vfirst vload_bf16 vtranspose
+ *       vfma vfnma vmax vmin vabs vround vscalb vzero_below vpick vhsum vhmax vfirst vload_bf16 vtranspose
+ *       vp, two of them: vsplit vjoin vsplit_bf16 vjoin_bf16
  *   am_vec_exp.inc                                             vexp
  *   am_words_fp32.inc | am_words_bf16.inc                      word: KU elements along the depth; NR words a step of B
  *   am_tile.inc | am_tile_amx.inc                              tile of MR or MR_TAIL rows; begin() and end() around it

@@ -1,53 +1,18 @@
 #include "mlp.h"
 
-#include <math.h>
-
 #include "am_cpu.h"
-#include "am_math.h"
 #include "am_pool.h"
 #include "am_rows.h"
-#include "gelu.h"
+#include "mlp_rows.h"
 
 enum { GRAIN_ELEMENTS = 1 << 14 }; /* elements of a parallel chunk, at least one row */
 
-typedef void (*mlp_forward)(float *y, const float *a, const float *b, int64_t n);
-typedef void (*mlp_backward)(float *da, float *db, const float *dy, const float *a, const float *b, int64_t n);
-
-typedef struct mlp_row {
-    void *y, *da, *db; /* db and b: NULL for gelu */
-    const void *dy, *a, *b;
-    mlp_forward forward;
-    mlp_backward backward;
-    int64_t n;
-    bool bf16;
-} mlp_row;
-
-#define AM_CPU_INC "mlp_cpu.inc"
-#include "am_each_isa.h"
 #if defined(__x86_64__)
-#define BY_ISA(table) {table(scalar), table(avx2), table(avx512), table(avx512)}
+static const mlp_kernels *const kernels[AM_ISA_COUNT] = {&am_mlp_scalar, &am_mlp_avx2, &am_mlp_avx512, &am_mlp_avx512};
 #else
-#define BY_ISA(table) {table(scalar), table(scalar), table(scalar), table(scalar)}
+static const mlp_kernels *const kernels[AM_ISA_COUNT] = {&am_mlp_scalar, &am_mlp_scalar, &am_mlp_scalar,
+                                                         &am_mlp_scalar};
 #endif
-
-/* The functions follow am_mlp_kind; those of gelu by erf do whole rows. */
-#define KERNELS(isa)                                                                                                   \
-    {                                                                                                                  \
-        forward_row_##isa, backward_row_##isa, {swiglu_##isa, sigmoid_gate_##isa, NULL, gelu_tanh_##isa},              \
-        {                                                                                                              \
-            swiglu_grad_##isa, sigmoid_gate_grad_##isa, NULL, gelu_tanh_grad_##isa                                     \
-        }                                                                                                              \
-    }
-
-static const struct {
-    void (*forward_row)(const mlp_row *);
-    void (*backward_row)(const mlp_row *);
-    mlp_forward forward[4];
-    mlp_backward backward[4];
-} kernels[AM_ISA_COUNT] = BY_ISA(KERNELS);
-
-#define GELU(isa) &am_gelu_##isa
-static const gelu_kernels *const gelus[AM_ISA_COUNT] = BY_ISA(GELU);
 
 static const struct {
     const char *function, *a, *b;
@@ -94,24 +59,16 @@ static void *row_of(const am_tensor *t, int64_t row) { return t->dtype == AM_NON
 static void rows(int64_t begin, int64_t end, void *ctx)
 {
     const am_mlp_args *const a = ctx;
-    const am_isa isa = am_cpu_isa();
-    mlp_row r = {.forward = kernels[isa].forward[a->kind],
-                 .backward = kernels[isa].backward[a->kind],
-                 .n = a->a.shape[a->a.ndim - 1],
-                 .bf16 = a->a.dtype == AM_BF16};
+    const mlp_forward forward = kernels[am_cpu_isa()]->forward[a->kind];
+    const mlp_backward backward = kernels[am_cpu_isa()]->backward[a->kind];
+    const int64_t n = a->a.shape[a->a.ndim - 1];
+    const bool bf16 = a->a.dtype == AM_BF16;
     for (int64_t row = begin; row < end; row++) {
-        r.y = row_of(&a->y, row);
-        r.da = row_of(&a->da, row);
-        r.db = row_of(&a->db, row);
-        r.dy = row_of(&a->dy, row);
-        r.a = row_of(&a->a, row);
-        r.b = row_of(&a->b, row);
-        if (a->kind == AM_MLP_GELU && a->backward)
-            gelus[isa]->backward(r.da, r.dy, r.a, r.n, r.bf16);
-        else if (a->kind == AM_MLP_GELU)
-            gelus[isa]->forward(r.y, r.a, r.n, r.bf16);
+        const void *const x = am_row(&a->a, row), *const other = row_of(&a->b, row);
+        if (a->backward)
+            backward(am_row(&a->da, row), row_of(&a->db, row), am_row(&a->dy, row), x, other, n, bf16);
         else
-            (a->backward ? kernels[isa].backward_row : kernels[isa].forward_row)(&r);
+            forward(am_row(&a->y, row), x, other, n, bf16);
     }
 }
 

@@ -96,6 +96,15 @@ def test_gelu_on_every_piece(isa, sign, dtype):
         compare("gelu", [x.to(dtype)])
 
 
+def test_gelu_where_the_last_piece_begins(isa):
+    """The slope at exactly minus 14.5 pieces was 0, its neighbours' was not."""
+    edge = torch.tensor(-14.5 * 0.4140625)
+    x = torch.stack([edge, edge.nextafter(torch.tensor(0.0)), edge.nextafter(torch.tensor(-9.0))])
+    y, dx = run(FUNCTIONS["gelu"][0], [x.repeat(12)], torch.ones(36))
+    for ours, truth in zip((y, dx), run(reference.gelu, [x.double()], torch.ones(3)), strict=True):
+        torch.testing.assert_close(ours.view(12, 3).double(), truth.expand(12, 3), rtol=1e-4, atol=0.0)
+
+
 def test_gelu_of_nan_and_infinity(isa):
     x = torch.tensor([torch.nan, torch.inf, 1.0] * 7)
     y, dx = run(FUNCTIONS["gelu"][0], [x], torch.ones(21))
