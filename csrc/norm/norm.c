@@ -7,41 +7,25 @@
 #include "am_math.h"
 #include "am_pool.h"
 #include "am_rows.h"
+#include "norm_rows.h"
 
-enum { GRAIN = 16 }; /* rows of a parallel chunk */
-
-typedef struct norm_row { /* one row of forward */
-    void *y, *sum;        /* sum: NULL without a residual */
-    const void *x, *residual, *z, *weight, *bias;
-    float *rstd, *mean;
-    int64_t n;
-    float eps, shift; /* shift: 1 where the weight is zero-centred */
-    bool bf16, weight_bf16, bias_bf16;
-} norm_row;
-
-typedef struct norm_grad_row { /* one row of backward; dweight and dbias are float64 sums, NULL where nobody asks */
-    void *dx, *dz;
-    double *dweight, *dbias;
-    const void *dy, *dsum, *x, *z, *weight;
-    const float *rstd, *mean;
-    int64_t n;
-    float shift;
-    bool bf16, weight_bf16;
-} norm_grad_row;
+enum { GRAIN = 16, COLUMNS = 256 }; /* rows of a parallel chunk; columns of one, where runs are added */
 
 #define AM_CPU_INC "norm_cpu.inc"
 #include "am_each_isa.h"
-/* Rows of these tables follow am_norm_kind. */
-#define FORWARD(isa) {rms_##isa, gated_##isa, layer_##isa}
-#define BACKWARD(isa) {rms_grad_##isa, gated_grad_##isa, layer_grad_##isa}
+/* The first two of am_norm_kind. */
+#define FORWARD(isa) {rms_##isa, gated_##isa}
+#define BACKWARD(isa) {rms_grad_##isa, gated_grad_##isa}
+#define LAYER(isa) &am_layer_##isa
 #if defined(__x86_64__)
 #define BY_ISA(table) {table(scalar), table(avx2), table(avx512), table(avx512)}
 #else
 #define BY_ISA(table) {table(scalar), table(scalar), table(scalar), table(scalar)}
 #endif
 
-static void (*const forward_by_isa[AM_ISA_COUNT][3])(const norm_row *) = BY_ISA(FORWARD);
-static void (*const backward_by_isa[AM_ISA_COUNT][3])(const norm_grad_row *) = BY_ISA(BACKWARD);
+static void (*const forward_by_isa[AM_ISA_COUNT][2])(const norm_row *) = BY_ISA(FORWARD);
+static void (*const backward_by_isa[AM_ISA_COUNT][2])(const norm_grad_row *) = BY_ISA(BACKWARD);
+static const layer_kernels *const layers[AM_ISA_COUNT] = BY_ISA(LAYER);
 
 static const char *const names[] = {"rms_norm", "gated_rms_norm", "layer_norm"};
 
@@ -131,7 +115,9 @@ static am_status check_forward(const am_norm_args *a)
 static void forward_rows(int64_t begin, int64_t end, void *ctx)
 {
     const am_norm_args *const a = ctx;
-    void (*const kernel)(const norm_row *) = forward_by_isa[am_cpu_isa()][a->kind];
+    const am_isa isa = am_cpu_isa();
+    void (*const kernel)(const norm_row *) =
+        a->kind == AM_NORM_LAYER ? layers[isa]->forward : forward_by_isa[isa][a->kind];
     norm_row r = {.weight = a->weight.data,
                   .bias = a->bias.data,
                   .n = a->x.shape[a->x.ndim - 1],
@@ -207,48 +193,78 @@ static am_status check_backward(const am_norm_grad_args *a)
     return check_statistic(fn, "rstd", &a->rstd, am_row_count(x));
 }
 
+/* Row `row` of backward; `partial` is where its run adds up. */
+static norm_grad_row grad_row(const am_norm_grad_args *a, int64_t row, double *partial)
+{
+    const int64_t n = a->x.shape[a->x.ndim - 1];
+    return (norm_grad_row){.dx = am_at(&a->dx, row * n),
+                           .dz = given(&a->dz) ? am_at(&a->dz, row * n) : NULL,
+                           .dweight = given(&a->dweight) ? partial : NULL,
+                           .dbias = given(&a->dbias) ? partial + n : NULL,
+                           .dy = am_row(&a->dy, row),
+                           .dsum = row_of(&a->dsum, row),
+                           .x = am_row(&a->x, row),
+                           .z = row_of(&a->z, row),
+                           .weight = a->weight.data,
+                           .rstd = (const float *)a->rstd.data + row,
+                           .mean = (const float *)a->mean.data + row,
+                           .n = n,
+                           .shift = a->zero_centered ? 1.0f : 0.0f,
+                           .bf16 = a->x.dtype == AM_BF16,
+                           .weight_bf16 = a->weight.dtype == AM_BF16};
+}
+
 static void backward_runs(int64_t begin, int64_t end, void *ctx)
 {
     const am_norm_grad_args *const a = ctx;
-    void (*const kernel)(const norm_grad_row *) = backward_by_isa[am_cpu_isa()][a->kind];
-    const int64_t rows = am_row_count(&a->x), runs = a->partials.shape[0], sums = a->partials.shape[1];
-    norm_grad_row r = {.weight = a->weight.data,
-                       .n = a->x.shape[a->x.ndim - 1],
-                       .shift = a->zero_centered ? 1.0f : 0.0f,
-                       .bf16 = a->x.dtype == AM_BF16,
-                       .weight_bf16 = a->weight.dtype == AM_BF16};
+    const am_isa isa = am_cpu_isa();
+    const int64_t rows = am_row_count(&a->x), runs = a->partials.shape[0];
+    const int64_t width = a->partials.shape[1] * a->partials.shape[2];
     for (int64_t run = begin; run < end; run++) {
-        double *const partial = (double *)a->partials.data + run * sums * r.n;
-        memset(partial, 0, (size_t)(sums * r.n) * sizeof *partial);
-        r.dweight = given(&a->dweight) ? partial : NULL;
-        r.dbias = given(&a->dbias) ? partial + r.n : NULL;
-        for (int64_t row = run * rows / runs; row < (run + 1) * rows / runs; row++) {
-            r.dx = am_at(&a->dx, row * r.n);
-            r.dz = given(&a->dz) ? am_at(&a->dz, row * r.n) : NULL;
-            r.dy = am_row(&a->dy, row);
-            r.dsum = row_of(&a->dsum, row);
-            r.x = am_row(&a->x, row);
-            r.z = row_of(&a->z, row);
-            r.rstd = (const float *)a->rstd.data + row;
-            r.mean = (const float *)a->mean.data + row;
-            kernel(&r);
+        const int64_t stop = (run + 1) * rows / runs;
+        double *const partial = (double *)a->partials.data + run * width;
+        norm_grad_row group[NORM_GROUP];
+        memset(partial, 0, (size_t)width * sizeof *partial);
+        for (int64_t row = run * rows / runs; row < stop;) {
+            int64_t count = 0;
+            for (; count < NORM_GROUP && row < stop; count++, row++)
+                group[count] = grad_row(a, row, partial);
+            if (a->kind == AM_NORM_LAYER)
+                layers[isa]->backward(group, count);
+            for (int64_t i = 0; i < count && a->kind != AM_NORM_LAYER; i++)
+                backward_by_isa[isa][a->kind](&group[i]);
         }
     }
 }
 
-static void add_runs(const am_tensor *out, const am_tensor *partials, int64_t which)
+typedef struct add_job {
+    const am_tensor *out, *partials;
+    int64_t which;
+} add_job;
+
+/* Columns [begin, end) of all runs, one run after another. */
+static void add_runs(int64_t begin, int64_t end, void *ctx)
 {
+    const add_job *const job = ctx;
+    const am_tensor *const out = job->out, *const partials = job->partials;
     const int64_t n = partials->shape[2], step = partials->shape[1] * n;
-    const double *const first = (const double *)partials->data + which * n;
-    for (int64_t i = 0; i < n; i++) {
-        double total = 0.0;
-        for (int64_t run = 0; run < partials->shape[0]; run++)
-            total += first[run * step + i];
+    const double *const first = (const double *)partials->data + job->which * n + begin;
+    double total[COLUMNS] = {0};
+    for (int64_t run = 0; run < partials->shape[0]; run++)
+        for (int64_t i = 0; i < end - begin; i++)
+            total[i] += first[run * step + i];
+    for (int64_t i = 0; i < end - begin; i++)
         if (out->dtype == AM_BF16)
-            ((am_bf16 *)out->data)[i] = am_f32_to_bf16((float)total);
+            ((am_bf16 *)out->data)[begin + i] = am_f32_to_bf16((float)total[i]);
         else
-            ((float *)out->data)[i] = (float)total;
-    }
+            ((float *)out->data)[begin + i] = (float)total[i];
+}
+
+static void add_up(const am_tensor *out, const am_tensor *partials, int64_t which)
+{
+    add_job job = {out, partials, which};
+    if (given(out))
+        am_parallel_for(partials->shape[2], COLUMNS, add_runs, &job);
 }
 
 static am_status backward(am_norm_grad_args *a, const am_exec *ex)
@@ -257,10 +273,8 @@ static am_status backward(am_norm_grad_args *a, const am_exec *ex)
     if (ex->dev != AM_DEV_CPU)
         return am_cuda_norm_backward(a, ex);
     am_parallel_for(a->partials.shape[0], 1, backward_runs, a);
-    if (given(&a->dweight))
-        add_runs(&a->dweight, &a->partials, 0);
-    if (given(&a->dbias))
-        add_runs(&a->dbias, &a->partials, 1);
+    add_up(&a->dweight, &a->partials, 0);
+    add_up(&a->dbias, &a->partials, 1);
     return AM_OK;
 }
 

@@ -9,7 +9,8 @@
  * contiguous, f32 or bf16 each. Outputs are contiguous.
  *
  * Backward is given r (and the mean) of forward. A gradient of weight or bias is summed in float64 over k runs of rows,
- * k = partials' first extent, each in order, and then over the runs in order: the bits depend on k and the rows alone.
+ * k = partials' first extent, each in order (layer: four rows are summed in float32 before), and then over the runs in
+ * order: the bits depend on k and the rows alone.
  */
 #ifndef AM_NORM_H
 #define AM_NORM_H
