@@ -452,6 +452,55 @@ def test_sum_threads_layouts_and_gaps(guarded, seed, threads):
     assert not nothing.any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("times", [1, 2, 3, 4, 16, 1024])
+def test_sum_of_short_rows(isa, guarded, seed, rng, dtype, times):
+    """Rows that always come `times` together are added as one; the bits are those of rows with gaps, which are not."""
+    x, own = (torch.randn(n * times, 8).to(dtype) for n in (29, 23))
+    groups = [random_moves(rng, n, rows, 17) for n, rows in ((7, 29), (2, 23))]
+    moves, own_moves = (flat([[times * number for number in move] for move in some]) for some in groups)
+    out, plain = guarded((17 * times, 8), dtype), guarded((17 * times, 8), dtype)
+    _amcore.exchange_sum(out, x, own, moves, own_moves, own_after=3, reverse=False, runs=False)
+    apart = torch.cat([x, x], dim=1)[:, :8]
+    _amcore.exchange_sum(plain, apart, own, moves, own_moves, own_after=3, reverse=False, runs=False)
+    assert torch.equal(out, plain)
+    lists = [[tuple(times * number for number in move) for move in some] for some in groups]
+    truth = reference.add(17 * times, [(x, lists[0]), (own, lists[1])])
+    assert_as_good_as(out, plain, truth, name="short rows")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize(("width", "offset"), [(4096, 0), (4099, 1), (33000, 7)])
+def test_large_outputs(guarded, seed, dtype, width, offset):
+    """Of 16 MiB and more, which are written past the caches: rows alone, rows that are summed, rows of nothing."""
+    rows = 4 * -(-(1 << 24) // (4 * width * dtype.itemsize))
+    x = torch.randn(rows * width + offset).to(dtype)[offset:].view(rows, width)
+    half, out = rows // 2, guarded((rows, width), dtype)
+    _amcore.exchange_copy(out, x, [0, half, half, half, 0, half], reverse=False, runs=False)
+    assert torch.equal(out, torch.cat([x[half:], x[:half]]))
+    out = guarded((rows, width), dtype)
+    every_other = [0, half, 1, half, 1, 1, half, 0, 1, half, 1, 1]
+    _amcore.exchange_copy(out, x, every_other, reverse=False, runs=True)
+    assert torch.equal(out, torch.cat([x[half:], x[:half]]))
+    out = guarded((rows, width), dtype)
+    moves = [0, 0, half, 0, half - 1, half]
+    _amcore.exchange_sum(out, x, x, moves, [1, half, 1], own_after=1, reverse=False, runs=False)
+    want = torch.zeros(rows, width, dtype=torch.promote_types(dtype, torch.float32))
+    want[:half] += x[:half]
+    want[half] += x[1]
+    want[half - 1 : 2 * half - 1] += x[:half]
+    assert torch.equal(out, want.to(dtype))
+
+
+def test_moves_of_no_rows_that_come_often():
+    """Nothing, however often."""
+    out = torch.full((4, 2), 7.0)
+    _amcore.exchange_copy(out, X, [0, 0, 0, 2**62, 0, 0], reverse=False, runs=True)
+    assert (out == 7).all()
+    _amcore.exchange_sum(out, X, X, [0, 0, 0, 2**62, 0, 0], [], own_after=0, reverse=False, runs=True)
+    assert not out.any()
+
+
 X = torch.ones(4, 2)
 REFUSED = {
     "dtype": ({"x": X.double()}, TypeError, "x is float64, out is float32"),
