@@ -91,14 +91,28 @@ def test_packs_of_another_implementation(rank_pools, name):
     check_bytes(results)
 
 
-def test_eight_ranks(rank_pools):
-    """One long document: every rank needs keys of all before it, and half of them take query rows."""
-    ids = [1] * 200 + [2] * 3
-    results = rank_pools(8).run(worker.run, ids, scheme="balanced")
+LONG = [1] * 200 + [2] * 3  # every rank needs keys of all before it
+EIGHT = [
+    *((scheme, ids, (4, 2)) for scheme in ("home", "balanced", "heads", "auto") for ids in (LONG, PACKS["uneven"])),
+    *(("heads", LONG, heads) for heads in ((8, 2), (16, 8), (9, 3), (24, 4))),
+    ("heads", PACKS["padding-only-ranks"], (8, 4)),
+    ("heads", PACKS["inside"], (8, 4)),
+]
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "round_robin"])
+def test_eight_ranks(rank_pools, layout):
+    """Rows migrate, or heads do: as many as ranks, more, less, and numbers that ranks do not divide."""
+    for scheme, ids, heads in EIGHT:
+        for causal in (True, False):
+            results = rank_pools(8).run(
+                worker.run, ids, scheme=scheme, layout=layout, heads=heads, causal=causal, poison=True
+            )
+            check(results, ids, heads=heads, causal=causal)
+            check_bytes(results)
+            if ids is LONG and scheme in ("balanced", "heads"):
+                assert results[0][4] > 0 or (scheme, layout) == ("balanced", "round_robin") or not causal
     rank_pools(8).close()
-    check(results, ids)
-    check_bytes(results)
-    assert results[0][4] > 0
 
 
 @pytest.mark.parametrize("scheme", ["balanced", "heads"])

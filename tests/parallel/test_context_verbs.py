@@ -102,10 +102,10 @@ def everything(tokens, layout):
 
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         local = torch.zeros(plan.local, 5, dtype=dtype, requires_grad=True)
-        weight = torch.arange(tokens, dtype=dtype)[:, None] * (1 + plan.rank)
+        weight = (torch.arange(tokens) % 7).to(dtype)[:, None] * (1 + plan.rank)  # sums are exact in bfloat16
         (cp.gather(local, plan) * weight).sum().backward()
         total = sum(1 + r for r in range(plan.ranks))
-        want = torch.where(mine < tokens, mine * total, 0).to(dtype)[:, None].expand(-1, 5)
+        want = torch.where(mine < tokens, mine % 7 * total, 0).to(dtype)[:, None].expand(-1, 5)
         assert torch.equal(local.grad, want)
     return True
 
@@ -114,6 +114,13 @@ def everything(tokens, layout):
 @pytest.mark.parametrize(("world", "tokens"), [(2, 127), (3, 5), (3, 24), (4, 1), (2, 0)])
 def test_shard_and_gather(rank_pools, world, tokens, layout):
     assert all(rank_pools(world).run(everything, tokens, layout))
+
+
+def test_shard_and_gather_over_eight_ranks(rank_pools):
+    for tokens in (0, 5, 8, 131):
+        for layout in ("contiguous", "round_robin"):
+            assert all(rank_pools(8).run(everything, tokens, layout))
+    rank_pools(8).close()
 
 
 @pytest.mark.parametrize("cp", [ContextParallel(None), ContextParallel()], ids=["none", "default"])

@@ -74,6 +74,13 @@ def test_ranks_are_one_rank(rank_pools, seed, world, dtype, skewed):
     check_whole(rank_pools(world).run(over_ranks, 90, dtype, seed, skewed), 90, dtype, seed, skewed)
 
 
+def test_more_ranks_than_experts(rank_pools, seed):
+    """One of eight ranks holds no expert."""
+    for dtype in (torch.float32, torch.bfloat16):
+        check_whole(rank_pools(8).run(over_ranks, 90, dtype, seed, False), 90, dtype, seed, False)
+    rank_pools(8).close()
+
+
 def check_whole(results, tokens, dtype, seed, skewed):
     """The error rule for what `over_ranks` gave, and the bytes on the wire."""
     found, load, real = whole(results)

@@ -101,7 +101,17 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_shard_vision_equals_one_rank(rank_pools, name):
-    world, grid, kind, options = CASES[name]
+    check(rank_pools, *CASES[name])
+
+
+def test_eight_ranks(rank_pools):
+    """A clip and images for all of them, and two images for which six have nothing."""
+    check(rank_pools, 8, [[7, 2, 4], *GRID], "tuple", {})
+    check(rank_pools, 8, [[1, 2, 2], [1, 4, 4]], "object", {})
+    rank_pools(8).close()
+
+
+def check(rank_pools, world, grid, kind, options):
     want, want_grads = alone(grid, kind)
     outcomes = rank_pools(world).run(sharded, grid, kind, options)
     for got, _, calls in outcomes:

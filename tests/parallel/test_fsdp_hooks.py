@@ -139,6 +139,14 @@ def test_reduce_scatter_is_a_slice_of_the_all_reduce(rank_pools, world, dtype, o
     rank_pools(world).run(check_slice_of_all_reduce, [0, 1, 15, 257, 40_000], dtype, out_dtype, op)
 
 
+def test_eight_ranks(rank_pools):
+    for wire in (None, BF16):
+        shards = rank_pools(8).run(check_gradients, "mean", wire)
+        assert any(0.0 in local for local in shards)
+    rank_pools(8).run(check_slice_of_all_reduce, [0, 1, 257, 5000], BF16, torch.float32, "AVG")
+    rank_pools(8).close()
+
+
 def check_hsdp():
     """F4: two microbatches on 2 x 2 ranks: the sum of both, over the shards and the replicas."""
     rank = dist.get_rank()
