@@ -21,12 +21,7 @@ def assert_as_good_as(ours, naive, ref64, *, name, factor=2.0, ulp=2, dtype=None
     """
     _same_kind(ours, naive, ref64, name)
     numbers = measure(ours, naive, ref64, factor=factor, ulp=ulp, dtype=dtype)
-    words = ", ".join(f"{key} {value:.3e}" for key, value in numbers.items() if key != "passes")
-    assert not math.isnan(numbers["naive_max"]) and not math.isinf(numbers["naive_max"]), (
-        f"{name}: the naive twin or the reference is not finite where the other is ({words})"
-    )
-    assert numbers["passes"], f"{name}: worse than {factor:g} times naive plus {ulp:g} ulp: {words}"
-    return numbers
+    return assert_numbers(numbers, name=name, factor=factor, ulp=ulp)
 
 
 def draws_for(elements, enough=64):
@@ -44,26 +39,57 @@ def pool(draws):
 
 def measure(ours, naive, ref64, *, factor=2.0, ulp=2, dtype=None):
     """Errors, limits and verdict of the rule as a dict; asserts nothing."""
-    dtype = dtype_name(ours if dtype is None else dtype)
-    ours, naive, ref = to_float64(ours), to_float64(naive), to_float64(ref64)
-    largest = float(np.abs(ref[np.isfinite(ref)]).max(initial=0.0))
-    floor = ulp * ulp_of(largest, dtype)
-    scale = float(np.linalg.norm(ref[np.isfinite(ref)])) or 1.0
-    relative_floor = floor / largest if largest else floor
-    ours_max, ours_fro = _errors(ours, ref, scale)
-    naive_max, naive_fro = _errors(naive, ref, scale)
-    limit_max, limit_fro = factor * naive_max + floor, factor * naive_fro + relative_floor
-    return {
-        "passes": bool(ours_max <= limit_max and ours_fro <= limit_fro),  # a NaN compares false
-        "ours_max": ours_max,
-        "limit_max": limit_max,
-        "naive_max": naive_max,
-        "ours_fro": ours_fro,
-        "limit_fro": limit_fro,
-        "naive_fro": naive_fro,
-        "largest": largest,
-        "floor": floor,
-    }
+    parts = Parts()
+    parts.add(ours, naive, ref64)
+    return parts.measure(dtype_name(ours if dtype is None else dtype), factor=factor, ulp=ulp)
+
+
+class Parts:
+    """The rule for results that are too large for float64 all at once: `add` one part after another, then `measure`."""
+
+    def __init__(self):
+        self.largest, self.norm = 0.0, 0.0
+        self.errors = {"ours": (0.0, 0.0), "naive": (0.0, 0.0)}  # largest element, norm
+
+    def add(self, ours, naive, ref64):
+        """A part of each."""
+        ref = to_float64(ref64)
+        finite = ref[np.isfinite(ref)]
+        self.largest = max(self.largest, float(np.abs(finite).max(initial=0.0)))
+        self.norm = math.hypot(self.norm, float(np.linalg.norm(finite)))
+        for name, x in (("ours", ours), ("naive", naive)):
+            largest, norm = self.errors[name]
+            more, rest = _errors(to_float64(x), ref)
+            self.errors[name] = float(np.maximum(largest, more)), math.hypot(norm, rest)  # NaN stays
+
+    def measure(self, dtype, *, factor=2.0, ulp=2):
+        """As the function of that name, of all parts together."""
+        floor = ulp * ulp_of(self.largest, dtype)
+        relative_floor = floor / self.largest if self.largest else floor
+        (ours_max, ours_norm), (naive_max, naive_norm) = self.errors["ours"], self.errors["naive"]
+        ours_fro, naive_fro = (norm / (self.norm or 1.0) for norm in (ours_norm, naive_norm))
+        limit_max, limit_fro = factor * naive_max + floor, factor * naive_fro + relative_floor
+        return {
+            "passes": bool(ours_max <= limit_max and ours_fro <= limit_fro),  # a NaN compares false
+            "ours_max": ours_max,
+            "limit_max": limit_max,
+            "naive_max": naive_max,
+            "ours_fro": ours_fro,
+            "limit_fro": limit_fro,
+            "naive_fro": naive_fro,
+            "largest": self.largest,
+            "floor": floor,
+        }
+
+
+def assert_numbers(numbers, *, name, factor=2.0, ulp=2):
+    """AssertionError with all of them unless a `measure` passes."""
+    words = ", ".join(f"{key} {value:.3e}" for key, value in numbers.items() if key != "passes")
+    assert not math.isnan(numbers["naive_max"]) and not math.isinf(numbers["naive_max"]), (
+        f"{name}: the naive twin or the reference is not finite where the other is ({words})"
+    )
+    assert numbers["passes"], f"{name}: worse than {factor:g} times naive plus {ulp:g} ulp: {words}"
+    return numbers
 
 
 def ulp_of(value, dtype):
@@ -95,10 +121,10 @@ def _same_kind(ours, naive, ref64, name):
     assert dtype_name(ours) in _MANTISSA, f"{name}: {dtype_name(ours)} is not a floating dtype"
 
 
-def _errors(x, ref, scale):
-    """Largest element and relative Frobenius norm of x - ref; equal infinities differ by 0, any NaN gives NaN."""
+def _errors(x, ref):
+    """Largest element and norm of x - ref; equal infinities differ by 0, any NaN gives NaN."""
     if x.size == 0:
         return 0.0, 0.0
     with np.errstate(invalid="ignore", over="ignore"):
         difference = np.where(np.isinf(x) & (x == ref), 0.0, x - ref)
-        return float(np.abs(difference).max()), float(np.linalg.norm(difference)) / scale
+        return float(np.abs(difference).max()), float(np.linalg.norm(difference))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.numerics import assert_as_good_as, ulp_of
+from tests.numerics import Parts, assert_as_good_as, measure, ulp_of
 
 REF = torch.tensor([1.0, -2.0, 4.0, 0.5], dtype=torch.float64)
 
@@ -98,3 +98,16 @@ def test_numpy_zero_reference_and_empty():
         assert_as_good_as(np.full(3, 1e-20, np.float32), zeros.astype(np.float32), zeros, name="zeros")
     nothing = np.zeros((0, 4))
     assert_as_good_as(nothing.astype(np.float32), nothing.astype(np.float32), nothing, name="nothing")
+
+
+@pytest.mark.parametrize("worse", [0.0, 1e-3, float("nan")], ids=str)
+def test_parts_are_the_whole(rng, worse):
+    ref = rng.standard_normal((7, 33))
+    ours, naive = ref.astype(np.float32), ref.astype(np.float32)
+    ours[6, 2] += worse
+    parts = Parts()
+    for rows in (slice(0, 3), slice(3, 3), slice(3, 6), slice(6, 7)):
+        parts.add(ours[rows], naive[rows], ref[rows])
+    found, whole = parts.measure("float32"), measure(ours, naive, ref)
+    assert found["passes"] == whole["passes"] == (worse == 0.0)
+    np.testing.assert_allclose([found[k] for k in whole], [whole[k] for k in whole], rtol=1e-12)

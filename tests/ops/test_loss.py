@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import automodel_c as amc
 from automodel_c import _amcore
 from automodel_c.reference import loss as reference
+from benchmarks.ops import bench_loss
 from tests.numerics import assert_as_good_as
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
@@ -345,6 +346,19 @@ def test_dtype_and_layout_errors():
         amc.ops.cross_entropy(torch.zeros(9, 6).T, labels)
     with pytest.raises(ValueError, match="logits has 3 axes, 2 are needed"):
         amc.ops.cross_entropy(torch.zeros(6, 1, 9), labels)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 64, 100])
+def test_oracle_of_the_benchmark(seed, rows):
+    """It makes a vocabulary in blocks, and the last of them may be short."""
+    hidden, weight, labels = problem(9, 64, 5, torch.float32, ignored=0)
+    wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    truth = reference.linear_cross_entropy(*wide, labels)
+    dhidden, dweight = torch.autograd.grad(truth, wide)
+    loss, found, blocks = bench_loss.linear_oracle(hidden, weight, labels, rows)
+    torch.testing.assert_close(loss, truth.detach())
+    torch.testing.assert_close(found, dhidden)
+    torch.testing.assert_close(torch.cat([block for _, block in blocks]), dweight)
 
 
 def test_reference_gradient():
