@@ -88,6 +88,18 @@ def sharded_worker(dtype, master_weights, folder):
     return saved, loaded, everything(model, optimizer), everything(again, other), norms
 
 
+def resumed_worker(dtype, master_weights, folder):
+    """What two ranks saved, on any number of ranks; how many of them hold nothing of the second group."""
+    model = fully_shard(build(dtype), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = optimizer_of(model, master_weights)
+    load(model, optimizer, folder)
+    loaded = everything(model, optimizer)
+    empty = torch.tensor(float(model[2].weight.to_local().numel() == 0))
+    dist.all_reduce(empty)
+    train(model, optimizer, 1, 3)  # the shards take a step
+    return loaded, int(empty)
+
+
 def load(model, optimizer, folder):
     state = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}
     dcp.load(state, checkpoint_id=folder)
@@ -106,7 +118,7 @@ def assert_equal(a, b):
 
 @modes
 @pytest.mark.filterwarnings("ignore")  # torch's checkpoint code warns of itself when it saves and loads
-def test_checkpoint_goes_to_the_same_and_to_another_number_of_ranks(ranks, tmp_path, dtype, master_weights):
+def test_checkpoint_goes_to_the_same_and_to_another_number_of_ranks(ranks, rank_pools, tmp_path, dtype, master_weights):
     results = ranks.run(sharded_worker, dtype, master_weights, str(tmp_path))
     saved, loaded, after, after_loaded, norms = results[0]
     assert_equal(saved, loaded)
@@ -117,6 +129,10 @@ def test_checkpoint_goes_to_the_same_and_to_another_number_of_ranks(ranks, tmp_p
     optimizer = optimizer_of(model, master_weights)
     load(model, optimizer, str(tmp_path))
     assert_equal(saved, everything(model, optimizer))
+    for world in (3, 4):
+        for loaded, empty in rank_pools(world).run(resumed_worker, dtype, master_weights, str(tmp_path)):
+            assert_equal(saved, loaded)
+            assert empty == world - 1
 
 
 def clip_worker(kinds, missing_on_one, max_norm):

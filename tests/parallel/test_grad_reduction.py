@@ -27,6 +27,17 @@ def _reduce_states(context):
     return states
 
 
+def largest_shard(p):
+    """Elements of a parameter on the rank that holds most of it."""
+    return -(-p.shape[0] // dist.get_world_size()) * p[0].numel()
+
+
+def gradient_bytes(model):
+    """What the gradients of the shards hold; those of a unit lie in one block."""
+    blocks = {s.data_ptr(): s.nbytes() for s in (p.grad.to_local().untyped_storage() for p in model.parameters())}
+    return sum(blocks.values())
+
+
 def check_memory(hooks):
     rank = dist.get_rank()
     model = shard(build(), hooks, param_dtype=BF16, reduce_dtype=torch.float32)
@@ -35,6 +46,8 @@ def check_memory(hooks):
         set_grad_reduction(model, per_microbatch)
         model(data(0, rank, 4)).backward()
         seen[per_microbatch] = full_size_gradient_bytes(model)
+        if per_microbatch:
+            assert gradient_bytes(model) <= 4 * sum(map(largest_shard, model.parameters()))
     set_grad_reduction(model, True)
     model(data(1, rank, 4)).backward()
     seen["last"] = full_size_gradient_bytes(model)
@@ -43,9 +56,11 @@ def check_memory(hooks):
     assert all(p.grad.dtype == torch.float32 for p in model.parameters())
 
 
+@pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("hooks", [True, False], ids=["ours", "torch"])
-def test_set_grad_reduction_frees_full_size_gradients(ranks, hooks):
-    ranks.run(check_memory, hooks)
+def test_set_grad_reduction_frees_full_size_gradients(rank_pools, hooks, world):
+    """What is left after a microbatch is the shards."""
+    rank_pools(world).run(check_memory, hooks)
 
 
 def step(model, seeds, deferred, rows=None):
