@@ -2,7 +2,8 @@
 
 A benchmark file makes `Case`s and calls `main`. No time is shown for a case whose gate is red, and the exit status is
 1; also when a bar or --min-ratio is missed. A ratio is peer / ours, so more than 1 is faster than the peer; `self` is
-ours over ours in the same rounds, the spread inside which two things are equal.
+ours over ours in the same rounds, the spread inside which two things are equal. Beside other processes look at the
+ratio of least times, with many rounds: medians then tell how long a team of threads waits for one that has no core.
 """
 
 import argparse
@@ -149,6 +150,7 @@ def _row(case, times, peers, gate, bandwidth):
         "ours": stats["ours"],
         "peers": {peer.name: {"version": peer.version, **stats[peer.name]} for peer in peers},
         "ratio": {peer.name: stats[peer.name]["ms_median"] / ours for peer in peers},
+        "ratio_of_least": {peer.name: stats[peer.name]["ms_min"] / stats["ours"]["ms_min"] for peer in peers},
         "self_ratio": stats["self"]["ms_median"] / ours,
         "floor_share": floor_ms / ours,
         "gate": gate,
@@ -181,7 +183,8 @@ def _show(case, row):
         f"ours {in_words(row['ours']['ms_median'])} (min {in_words(row['ours']['ms_min'])})",
     ]
     for name, ratio in row["ratio"].items():
-        parts.append(f"{name} {in_words(row['peers'][name]['ms_median'])} ({ratio:.2f}x)")
+        least = row["ratio_of_least"][name]
+        parts.append(f"{name} {in_words(row['peers'][name]['ms_median'])} ({ratio:.2f}x, of least times {least:.2f}x)")
     parts += [f"floor {row['floor_share']:.0%}"] if row["floor_share"] else []
     parts.append(f"self {row['self_ratio']:.2f}")
     parts += [f"bar {in_words(case.bar_s * 1e3)}"] if math.isfinite(case.bar_s) else []
