@@ -15,7 +15,10 @@ from automodel_c.data import packing
 from automodel_c.data.chat import ChatDataset
 from automodel_c.data.packing import PackedDataset, build_packs
 from automodel_c.data.records import BadSample, open_records
+from automodel_c.models.processor import build_processor
 from automodel_c.recipes.schema import PackedSequence
+
+from .conftest import VISION
 
 
 def conversation(*parts, answer="5"):
@@ -63,6 +66,16 @@ def test_sizes_are_those_of_the_samples(mixed, processor):
         sample = dataset[i]
         patches = len(sample["pixel_values"]) + len(sample["pixel_values_videos"])
         assert dataset.size(i) == (sample["input_ids"].numel(), patches)
+
+
+def test_sizes_of_images_that_are_not_resized(tmp_path):
+    """A model directory may say so; then the bounds of an area bound nothing."""
+    processor = build_processor(VISION, max_pixels=1024)
+    processor.image_processor.do_resize = False
+    (tmp_path / "a.png").write_bytes(picture(64, 48))
+    rows = [{"messages": conversation({"type": "image", "image": "a.png"})}]
+    dataset = ChatDataset(write_lines(tmp_path / "train.jsonl", rows), processor)
+    assert dataset.size(0) == (dataset[0]["input_ids"].numel(), 48)
 
 
 def test_packs_are_the_same_however_they_are_measured(mixed, processor, monkeypatch):
