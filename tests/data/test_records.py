@@ -107,6 +107,18 @@ def test_packs_are_the_same_however_they_are_measured(mixed, processor, monkeypa
     assert PackedDataset(dataset, pack_size=200, group=Group(1)).packs == plain.packs
 
 
+def test_a_sample_that_grew_since_it_was_measured(tmp_path):
+    """Its pack would be longer than any."""
+    processor = build_processor(VISION, min_pixels=256, max_pixels=4096)
+    (tmp_path / "a.png").write_bytes(picture(16, 16))
+    rows = [{"messages": conversation({"type": "image", "image": "a.png"})}]
+    packs = PackedDataset(ChatDataset(write_lines(tmp_path / "train.jsonl", rows), processor), pack_size=100)
+    length = packs[0]["input_ids"].numel()
+    (tmp_path / "a.png").write_bytes(picture(64, 64))
+    with pytest.raises(ValueError, match=f"sample 0 has {length + 15} tokens, {length} when it was measured"):
+        packs[0]
+
+
 def test_a_line_about_the_packs(mixed, processor):
     packs = PackedDataset(ChatDataset(mixed, processor), pack_size=60, drop_long_samples=True)
     most = max(packs.patches)
