@@ -4,7 +4,7 @@ import io
 import warnings
 
 import torch
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from torch.utils.data import Dataset
 
 from .clips import MissingLibrary, clip_shape, read_clip
@@ -94,7 +94,12 @@ class ChatDataset(Dataset):
         return len(images), len(videos)
 
     def _open(self, image):
-        return Image.open(io.BytesIO(image) if isinstance(image, bytes) else self.records.folder / image)
+        if not isinstance(image, bytes):
+            return Image.open(self.records.folder / image)
+        try:
+            return Image.open(io.BytesIO(image))
+        except UnidentifiedImageError:  # whose words are an address, other ones each time
+            raise UnidentifiedImageError(f"cannot identify an image of {len(image):,} bytes") from None
 
 
 class _named:

@@ -307,6 +307,18 @@ def test_dealt_images_stay_in_their_files(tmp_path, processor):
     assert len(pickle.dumps(dealt.dealt)) < 1000
 
 
+def test_stored_bytes_that_are_no_image(tmp_path, processor):
+    """The same words each time, so that a warning comes once."""
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    row = {**ROWS[0], "images": [{"bytes": b"junk", "path": None}]}
+    parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "a.parquet")
+    dataset = ChatDataset(tmp_path, processor)
+    for call in (dataset.size, dataset.__getitem__):
+        with pytest.raises(BadSample, match=r"row 0: UnidentifiedImageError: cannot identify an image of 4 bytes$"):
+            call(0)
+
+
 def test_without_pyarrow(tmp_path, monkeypatch):
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
