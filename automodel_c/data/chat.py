@@ -4,10 +4,10 @@ import io
 import warnings
 
 import torch
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from torch.utils.data import Dataset
 
-from .clips import clip_shape, read_clip
+from .clips import MissingLibrary, clip_shape, read_clip
 from .encode import conversation_size, encode_conversation
 from .records import BadSample, open_records
 
@@ -29,11 +29,12 @@ class ChatDataset(Dataset):
         self.records = open_records(path, split, skip_bad=skip_bad)
         self.processor, self.skip_bad = processor, skip_bad
         self.count = len(self.records) if limit is None else min(limit, len(self.records))
-        self.images = self.videos = None  # dealt anew
+        for bad in self.records.bad:
+            warnings.warn(f"left out: {bad}", stacklevel=2)
+        self.dealt = None  # of each conversation the (record, place) of its images, of its videos
         if shuffle_images:
-            dealt = [self.records[i] for i in range(self.count)]
-            self.images = _deal([conversation.images for conversation in dealt], seed)
-            self.videos = _deal([conversation.videos for conversation in dealt], seed)
+            counts = [self._media(i) for i in range(self.count)]
+            self.dealt = [_deal(of_a_kind, seed) for of_a_kind in zip(*counts, strict=True)] or [[], []]
         self.cache = {} if cache else None
 
     def __len__(self):
@@ -76,12 +77,29 @@ class ChatDataset(Dataset):
 
     def _conversation(self, index):
         messages, images, videos = self.records[index]
-        if self.images is not None:
-            images, videos = self.images[index], self.videos[index]
+        if self.dealt is not None:
+            images = [self.records[i].images[at] for i, at in self.dealt[0][index]]
+            videos = [self.records[i].videos[at] for i, at in self.dealt[1][index]]
         return messages, images, videos
 
+    def _media(self, index):
+        """How many images and videos there are to deal."""
+        try:
+            with _named(self.records, index):
+                _, images, videos = self.records[index]
+        except BadSample:
+            if not self.skip_bad:
+                raise
+            return 0, 0
+        return len(images), len(videos)
+
     def _open(self, image):
-        return Image.open(io.BytesIO(image) if isinstance(image, bytes) else self.records.folder / image)
+        if not isinstance(image, bytes):
+            return Image.open(self.records.folder / image)
+        try:
+            return Image.open(io.BytesIO(image))
+        except UnidentifiedImageError:  # whose words are an address, other ones each time
+            raise UnidentifiedImageError(f"cannot identify an image of {len(image):,} bytes") from None
 
 
 class _named:
@@ -94,14 +112,14 @@ class _named:
         pass
 
     def __exit__(self, kind, error, trace):
-        if isinstance(error, BadSample) or not isinstance(error, Exception) or isinstance(error, RuntimeError):
-            return  # a RuntimeError is a library that is not there
+        if not isinstance(error, Exception) or isinstance(error, (BadSample, MissingLibrary)):
+            return
         raise BadSample(f"{self.records.where(self.index)}: {type(error).__name__}: {error}") from error
 
 
-def _deal(media, seed):
-    """The same number of media for every conversation, but in another order."""
-    flat = [name for names in media for name in names]
+def _deal(counts, seed):
+    """As many (record, place) for every conversation as it has media, in another order."""
+    flat = [(i, at) for i, count in enumerate(counts) for at in range(count)]
     order = torch.randperm(len(flat), generator=torch.Generator().manual_seed(seed)).tolist()
     dealt = iter([flat[i] for i in order])
-    return [[next(dealt) for _ in names] for names in media]
+    return [[next(dealt) for _ in range(count)] for count in counts]

@@ -14,6 +14,10 @@ ARRAYS = (".npy", ".npz")
 PART_KEYS = {"type", "video", "fps", "raw_fps"}
 
 
+class MissingLibrary(RuntimeError):
+    """What reads such files is not installed."""
+
+
 @dataclass
 class Clip:
     """frames: uint8 [n, height, width, 3]. seconds: when each temporal patch of them is seen."""
@@ -45,7 +49,7 @@ def read_clip(part, folder, video_processor):
     animation (.gif, .webp, .apng) that Pillow reads; an array (.npy, or `frames` and perhaps `fps` in an .npz) uint8
     [n, height, width, 3]; else a video file, which needs PyAV. fps: None for the processor's. raw_fps: None for
     what the file says; where that is nothing, `fps`, as of frames that were taken from a film at that rate.
-    ValueError where there is no frame or no rate; RuntimeError without PyAV.
+    ValueError where there is no frame or no rate; MissingLibrary, a RuntimeError, without PyAV.
     """
     names = part["video"]
     film, indices, raw_fps = _chosen(part, folder, video_processor)
@@ -57,8 +61,6 @@ def read_clip(part, folder, video_processor):
     if len({frame.shape for frame in frames}) > 1:
         raise ValueError(f"video {names}: frames of different sizes")
     frames = np.stack(frames)[again]
-    if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[-1] != 3:
-        raise ValueError(f"video {names}: expected uint8 [n, height, width, 3], found {frames.dtype}")
     return Clip(frames, video_processor.seconds(indices.tolist(), raw_fps))
 
 
@@ -127,8 +129,10 @@ def _array(path):
                 raise ValueError(f"video {path}: no array called frames in it")
             fps = float(named["fps"]) if "fps" in named else None
             stored = named["frames"]
-    count = len(stored) if stored.ndim else 0
-    return _Film(count, fps, lambda indices: [np.array(stored[index]) for index in indices], lambda: stored.shape[1:3])
+    if stored.ndim != 4 or stored.dtype != np.uint8 or stored.shape[-1] != 3:
+        raise ValueError(f"video {path}: expected uint8 [n, height, width, 3], found {stored.dtype} {stored.shape}")
+    read = lambda indices: [np.array(stored[index]) for index in indices]  # noqa: E731
+    return _Film(len(stored), fps, read, lambda: stored.shape[1:3])
 
 
 def _animation(path):
@@ -156,7 +160,7 @@ def _film(path):
     try:
         import av
     except ImportError:
-        raise RuntimeError(f"video {path}: reading it needs PyAV (pip install av)") from None
+        raise MissingLibrary(f"video {path}: reading it needs PyAV (pip install av)") from None
 
     def decode(wanted):
         with av.open(str(path)) as container:

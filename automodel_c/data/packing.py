@@ -105,13 +105,23 @@ class PackedDataset(Dataset):
             order = sorted(range(len(self.packs)), key=patches.__getitem__)
             self.packs, patches = [self.packs[i] for i in order], [patches[i] for i in order]
         self.packs, self.patches = self.packs[:max_packs], patches[:max_packs]
-        self.tokens = sum(sizes[i][0] for pack in self.packs for i in pack)
+        self.lengths = [[sizes[i][0] for i in pack] for pack in self.packs]
+        self.tokens = sum(map(sum, self.lengths))
 
     def __len__(self):
         return len(self.packs)
 
     def __getitem__(self, index):
-        return build_pack([self.dataset[i] for i in self.packs[index]])
+        pack = zip(self.packs[index], self.lengths[index], strict=True)
+        return build_pack([self._sample(at, length) for at, length in pack])
+
+    def _sample(self, index, length):
+        """A sample; shorter than it was measured is what stands for a bad one, longer would burst its pack."""
+        sample = self.dataset[index]
+        found = sample["input_ids"].numel()
+        if found > length:
+            raise ValueError(f"packed_sequence: sample {index} has {found} tokens, {length} when it was measured")
+        return sample
 
     @property
     def samples_per_pack(self):

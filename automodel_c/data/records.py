@@ -9,13 +9,18 @@ import bisect
 import itertools
 import json
 import os
+import re
 from pathlib import Path
 from typing import NamedTuple
 
+from .clips import MissingLibrary
 from .encode import check_messages, media_parts
 
 ARROW = (".parquet", ".arrow")
 COLUMNS = ("messages", "images", "videos")
+SPLITS = "(?:train|training|validation|valid|val|dev|test|testing|eval)(?![A-Za-z])"  # how names of splits begin
+HIDDEN = (".", "_", "cache-")  # the last: what datasets keeps of its transformations beside the data
+NOT_A_CONVERSATION = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 class Conversation(NamedTuple):
@@ -31,8 +36,9 @@ class BadSample(ValueError):
 
 
 def open_records(path, split="train", *, skip_bad=False):
-    """The records of a file (.jsonl, .parquet, .arrow) or of a folder: of <split>.jsonl, else of its Parquet or Arrow
-    files whose names begin with the split, else of all of them; data/ and <split>/ are looked into too.
+    """The records of a file (.jsonl, .parquet, .arrow) or of a folder: of <split>.jsonl, else of the Parquet or Arrow
+    files in <split>/, else of those in it or in data/ whose names begin with the word of the split, else, where no
+    name is that of another split, of all of them.
 
     skip_bad leaves out lines of JSONL that are no conversation, told in `bad`; else BadSample names the first.
     ValueError where there is no such file.
@@ -49,10 +55,15 @@ def _files_of(path, split):
         return [path]
     if (path / f"{split}.jsonl").is_file():
         return [path / f"{split}.jsonl"]
-    folders = [path / split, path, path / "data"]
-    found = [f for folder in folders if folder.is_dir() for f in sorted(folder.iterdir()) if f.suffix in ARROW]
-    named = [f for f in found if f.name.startswith(split) or f.parent == path / split]
-    return named or found
+    apart, found = _arrow_files(path / split), [*_arrow_files(path), *_arrow_files(path / "data")]
+    word = re.compile(re.escape(split) + "(?![A-Za-z]|_[A-Za-z])")
+    named = apart or [f for f in found if word.match(f.name)]
+    return named or ([] if any(re.match(SPLITS, f.name) for f in found) else found)
+
+
+def _arrow_files(folder):
+    files = sorted(folder.iterdir()) if folder.is_dir() else []
+    return [f for f in files if f.suffix in ARROW and not f.name.startswith(HIDDEN)]
 
 
 def conversation_of(row):
@@ -80,7 +91,9 @@ def _without_nones(message):
 
 def _in_order(messages, kind, column):
     """The media of the parts of a kind; parts that name none take the column's in order, and name what they took."""
-    parts, given = media_parts(messages, kind), [] if column is None else list(column)
+    parts, given = media_parts(messages, kind), [] if column is None else column
+    if not isinstance(given, list):
+        raise ValueError(f"{kind}s is {type(given).__name__}, a list is needed")
     nameless = [part for part in parts if kind not in part]
     if given and len(given) != len(nameless):
         raise ValueError(f"{len(nameless)} {kind} parts without a file name, {kind}s has {len(given)} elements")
@@ -102,13 +115,13 @@ class JsonlRecords:
     def __init__(self, path, skip_bad=False):
         self.path, self.folder = path, path.parent
         self.conversations, self.lines, self.bad = [], [], []
-        with open(path, encoding="utf-8") as lines:
+        with open(path, "rb") as lines:
             for number, line in enumerate(lines, start=1):
                 if not line.strip():
                     continue
                 try:
-                    conversation = conversation_of(json.loads(line))
-                except (ValueError, KeyError, TypeError, AttributeError) as error:
+                    conversation = conversation_of(json.loads(line.decode("utf-8-sig")))
+                except NOT_A_CONVERSATION as error:
                     bad = f"{path}, line {number}: not a conversation ({error!r})"
                     if not skip_bad:
                         raise BadSample(bad) from None
@@ -137,25 +150,33 @@ class ArrowRecords:
         self.folder = folder if folder.is_dir() else folder.parent
         self.groups = []  # (file, group, rows)
         for number, path in enumerate(files):
-            rows = _rows_of_groups(path)
+            try:
+                rows = _rows_of_groups(path)
+            except (OSError, ValueError) as error:
+                raise ValueError(f"{path}: {error}") from error
             self.groups += [(number, group, count) for group, count in enumerate(rows)]
         self.ends = list(itertools.accumulate(count for _, _, count in self.groups))
         self.kept = (None, None, None)  # process, place in groups, its rows
         if not len(self):
             raise ValueError(f"{folder}: no row in its files")
 
+    def __getstate__(self):
+        """Another process reads its own rows."""
+        return {**self.__dict__, "kept": (None, None, None)}
+
     def __len__(self):
         return self.ends[-1] if self.ends else 0
 
     def __getitem__(self, index):
         at, row = self._place(index)
-        if self.kept[:2] != (os.getpid(), at):
+        kept = self.kept  # another thread may take a new one
+        if kept[:2] != (os.getpid(), at):
             number, group, _ = self.groups[at]
-            self.kept = (os.getpid(), at, _read_group(self.files[number], group))
-        columns = self.kept[2]
+            kept = self.kept = (os.getpid(), at, _read_group(self.files[number], group))
+        columns = kept[2]
         try:
             return conversation_of({name: columns[name][row].as_py() for name in columns.column_names})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except NOT_A_CONVERSATION as error:
             raise BadSample(f"{self.where(index)}: not a conversation ({error!r})") from None
 
     def where(self, index):
@@ -175,7 +196,7 @@ def _pyarrow(path):
     try:
         import pyarrow
     except ImportError:
-        raise RuntimeError(f"{path}: reading it needs pyarrow (pip install pyarrow)") from None
+        raise MissingLibrary(f"{path}: reading it needs pyarrow (pip install pyarrow)") from None
     return pyarrow
 
 
@@ -188,7 +209,18 @@ def _rows_of_groups(path):
         metadata = pyarrow.parquet.read_metadata(path)
         return [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
     with arrow.memory_map(str(path)) as source:
-        return [batch.num_rows for batch in arrow.ipc.open_stream(source)]
+        return [batch.num_rows for batch in _batches(arrow, source)]
+
+
+def _batches(arrow, source):
+    """Those of either Arrow format, the stream that datasets writes or the file with an index."""
+    indexed = source.read(6) == b"ARROW1"
+    source.seek(0)
+    if not indexed:
+        yield from arrow.ipc.open_stream(source)
+        return
+    reader = arrow.ipc.open_file(source)
+    yield from map(reader.get_batch, range(reader.num_record_batches))
 
 
 def _read_group(path, group):
@@ -200,6 +232,6 @@ def _read_group(path, group):
             known = [name for name in file.schema_arrow.names if name in COLUMNS]
             return file.read_row_group(group, columns=known, use_threads=False)
     with arrow.memory_map(str(path)) as source:
-        batch = next(itertools.islice(arrow.ipc.open_stream(source), group, None))
+        batch = next(itertools.islice(_batches(arrow, source), group, None))
         known = [name for name in batch.schema.names if name in COLUMNS]
         return arrow.Table.from_batches([batch.select(known)])

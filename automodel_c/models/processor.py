@@ -81,7 +81,9 @@ class Processor:
         """[1, h, w] patches of an image of so many pixels."""
         p = self.image_processor
         bounds = {"min_pixels": p.size["shortest_edge"], "max_pixels": p.size["longest_edge"]}
-        rows, columns = smart_resize(height, width, factor=p.patch_size * p.merge_size, **bounds)
+        rows, columns = height, width
+        if p.do_resize:
+            rows, columns = smart_resize(height, width, factor=p.patch_size * p.merge_size, **bounds)
         return [1, rows // p.patch_size, columns // p.patch_size]
 
     def video_grid(self, frames, height, width):

@@ -69,7 +69,7 @@ def moe(
         keep = torch.is_grad_enabled() and any(x.requires_grad for x in inputs[:4])
         out, *stats = _moe(*inputs, count, keep, need_output)[:4]
         if not need_output:
-            out = hidden.new_zeros(hidden.shape[-1:]).expand(hidden.shape)
+            out = out.expand(hidden.shape)
     if return_router_stats:
         return out, *stats
     return (out, per_layer_aux_loss(*stats, top_k=top_k)) if return_aux else out
@@ -159,10 +159,10 @@ def _count(name, top_k):
 
 
 def _outputs(hidden, router_weight, down, top_k, keep, whole, empty):
-    """Forward's outputs, from `empty(shape, dtype)`."""
+    """Forward's outputs, from `empty(shape, dtype)`; a row stands for an output that is not needed."""
     (tokens, experts), inner = (hidden.shape[0], router_weight.shape[0]), down.shape[2]
     return (
-        empty(hidden.shape if whole else (0,), hidden.dtype),
+        empty(hidden.shape if whole else hidden.shape[-1:], hidden.dtype),
         empty((experts,), torch.int64),
         empty((experts,), torch.float32),
         empty((), torch.int64),
@@ -179,6 +179,8 @@ def _moe_kernel(hidden, router_weight, gate_up, down, padding, top_k, keep, whol
     results = _outputs(hidden, router_weight, down, top_k, keep, whole, lambda s, d: _alloc.empty(s, d, hidden.device))
     scratch = _alloc.workspace(nbytes, hidden.device)
     out, products = results[0] if whole else None, results[7] if keep else None
+    if not whole:
+        results[0].zero_()
     _amcore.moe_forward(out, *results[1:7], scratch, *inputs, products, top_k=top_k)
     return results
 

@@ -21,7 +21,7 @@ class Evaluation:
 
     @property
     def accuracy(self):
-        return self.right / self.total
+        return self.right / max(self.total, 1)
 
     def describe(self):
         """One line for people, or two where there is more than one kind."""
@@ -44,7 +44,8 @@ def evaluate(model, dataset, processor, *, batch_size, runtime):
     batch_size: samples of one forward, which the ranks of a "cp" group share.
 
     A conversation counts as right when the model's first choice is right at every token of its answers, each after
-    the right beginning: just then greedy decoding writes the whole answer. Every rank runs the same number of
+    the right beginning: just then greedy decoding writes the whole answer; what has no label, as what stands for a bad
+    sample, counts nowhere. Every rank runs the same number of
     forwards; a rank without a sample left runs the first one and counts nothing, and of ranks that share a forward
     one counts.
     """
@@ -59,9 +60,9 @@ def evaluate(model, dataset, processor, *, batch_size, runtime):
             samples = [dataset[i] for i in indices or [0]]
             answers = calls.answers(model, calls.collate(samples, processor), runtime.device)
             if indices and runtime.speaks:
-                right, loss = _score(*answers, len(samples))
+                right, asked, loss = _score(*answers, len(samples))
                 kinds = torch.nn.functional.one_hot(_kinds(samples), len(KINDS)).to(counts)
-                counts += torch.stack([right.to(counts) @ kinds, kinds.sum(0)])
+                counts += torch.stack([right.to(counts) @ kinds, asked.to(counts) @ kinds])
                 losses += loss
     dist.all_reduce(counts)
     dist.all_reduce(losses)
@@ -69,17 +70,17 @@ def evaluate(model, dataset, processor, *, batch_size, runtime):
     loss, labels = losses.tolist()
     columns = zip(KINDS, counts.t().long().tolist(), strict=True)
     parts = {kind: tuple(column) for kind, column in columns if column[1]}
-    return Evaluation(int(counts[0].sum()), len(dataset), loss / max(labels, 1), parts)
+    return Evaluation(int(counts[0].sum()), int(counts[1].sum()), loss / max(labels, 1), parts)
 
 
 def _score(logits, labels, sample, samples):
-    """(bool [samples] answered right, fp64 [2] summed cross-entropy and labels): logits [n, V], labels [n], and the
-    sample that each is of [n]."""
+    """(bool [samples] answered right, bool [samples] has a label, fp64 [2] summed cross-entropy and labels): logits
+    [n, V], labels [n], and the sample that each is of [n]."""
     labelled, wrong = torch.zeros(2, samples, dtype=torch.int64, device=labels.device)
     labelled.index_add_(0, sample, torch.ones_like(sample))
     wrong.index_add_(0, sample, (logits.argmax(-1) != labels).long())
     loss = torch.stack([cross_entropy_sum(logits, labels).double(), labelled.sum().double()])
-    return (labelled > 0) & (wrong == 0), loss
+    return (labelled > 0) & (wrong == 0), labelled > 0, loss
 
 
 def _kinds(samples):
@@ -89,4 +90,4 @@ def _kinds(samples):
 
 
 def _share(right, total):
-    return f"{100 * right / total:.1f} % ({right} of {total})"
+    return f"{100 * right / max(total, 1):.1f} % ({right} of {total})"

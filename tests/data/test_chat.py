@@ -58,10 +58,10 @@ def test_of_videos(with_clips, processor):
 def test_shuffle_deals_videos_among_videos(with_clips, processor):
     plain = ChatDataset(with_clips, processor)
     dealt = ChatDataset(with_clips, processor, shuffle_images=True, seed=3)
-    videos = [conversation.videos for conversation in plain.records]
-    clips = [[part["video"] for parts in whose for part in parts] for whose in (videos, dealt.videos)]
+    videos = [[data._conversation(i)[2] for i in range(len(data))] for data in (plain, dealt)]
+    clips = [[part["video"] for parts in whose for part in parts] for whose in videos]
     assert clips[0] != clips[1] and sorted(clips[0]) == sorted(clips[1])
-    assert [len(parts) for parts in dealt.videos] == [len(parts) for parts in videos] == [0] * 8 + [1] * 4
+    assert [[len(parts) for parts in whose] for whose in videos] == [[0] * 8 + [1] * 4] * 2
 
 
 def test_cache(written, processor):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from automodel_c import _amcore
+from automodel_c.models.qwen3_5.recompute import made_again
 from tests.models import packs
 
 
@@ -33,3 +34,50 @@ def test_down_is_not_made_again(tmp_path, monkeypatch):
     assert layers >= len(model.model.language_model.layers) and all(whole)
     loss.backward()
     assert whole[layers:] == [False] * layers
+
+
+def test_backward_twice(tmp_path):
+    """A graph that is kept makes its activations again each time."""
+    _, model = packs.checkpoint(tmp_path, "qwen3_5_moe")
+    model.recompute(True)
+    loss, _ = model(packs.pack(packs.PACKS["mixed"]))
+    gradients = []
+    for keep in (True, False):
+        model.zero_grad()
+        loss.backward(retain_graph=keep)
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert gradients[0] and all(torch.equal(gradients[1][name], value) for name, value in gradients[0].items())
+
+
+@pytest.mark.parametrize("part", ["experts.down_proj", "experts.", "mlp.gate."])
+def test_only_experts_learn(tmp_path, part):
+    """Then the sum that is left out is all that asks for what the shared expert saves."""
+    _, model = packs.checkpoint(tmp_path, "qwen3_5_moe")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(part in name)
+    batch, gradients = packs.pack(packs.PACKS["mixed"]), []
+    for recompute in (False, True):
+        model.recompute(recompute)
+        model.zero_grad()
+        model(batch)[0].backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert gradients[0] and gradients[0].keys() == gradients[1].keys()
+    assert all(torch.equal(gradients[1][name], value) for name, value in gradients[0].items())
+
+
+def test_an_error_in_a_recomputation(tmp_path, monkeypatch):
+    """The next forward is a first one again."""
+    _, model = packs.checkpoint(tmp_path, "qwen3_5_moe")
+    model.recompute(True)
+    batch = packs.pack(packs.PACKS["mixed"])
+    expected, _ = model(batch)
+    loss, _ = model(batch)
+
+    def fail(*arguments, **options):
+        raise RuntimeError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_amcore, "moe_forward", fail)
+        with pytest.raises(RuntimeError, match="no"):
+            loss.backward()
+    assert not made_again() and torch.equal(model(batch)[0], expected)

@@ -143,6 +143,15 @@ def test_a_recomputation_leaves_its_output_out(isa, seed, dtype):
     assert all(torch.equal(a, b) for a, b in zip(without[1:], whole[1:], strict=True))
 
 
+def test_an_output_that_is_left_out_has_a_gradient_to_miss(isa, seed):
+    """What comes after it saves for backward what it saved before; the zeros themselves are not differentiated."""
+    inputs = problem(6, 8, 4, 3, 2, torch.float32)
+    out = amc.ops.moe(*(x.requires_grad_(i == 3) for i, x in enumerate(inputs)), top_k=2, need_output=False)
+    assert out.requires_grad and out.stride() == (0, 1)
+    with pytest.raises(ValueError, match="dout"):
+        out.sum().backward()
+
+
 @DTYPES
 def test_padding(isa, seed, dtype):
     """Padding holds NaN, is 0 in output and gradient, and wherever it stands no other bit changes."""
@@ -445,7 +454,9 @@ def test_compile_and_meta(seed):
 def test_operators_are_registered_rightly(seed, monkeypatch):
     monkeypatch.setattr(_alloc, "empty", lambda shape, dtype, device: torch.empty(shape, dtype=dtype, device=device))
     inputs = [x.requires_grad_() for x in problem(6, 8, 4, 3, 2)]
-    torch.library.opcheck(torch.ops.automodel_c.moe.default, (*inputs, None, 2, True))
+    torch.library.opcheck(torch.ops.automodel_c.moe.default, (*inputs, None, 2, True, True))
+    known = ("test_schema", "test_autograd_registration", "test_faketensor")  # the rest differentiates what is left out
+    torch.library.opcheck(torch.ops.automodel_c.moe.default, (*inputs, None, 2, True, False), test_utils=known)
     torch.library.opcheck(torch.ops.automodel_c.moe_route.default, (*inputs[:2], None, 2))
     chosen, weights = torch.tensor([[0, 2], [-1, -1]] * 3, dtype=torch.int32), torch.rand(6, 2, requires_grad=True)
     rows = (inputs[0], *inputs[2:], chosen, weights, True)

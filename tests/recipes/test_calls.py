@@ -61,6 +61,22 @@ def test_definitions_agree(finished, tiny, own_rank):
         assert evaluation.loss == pytest.approx(answers["automodel_c"].loss, rel=1e-5)
 
 
+@pytest.mark.parametrize("operators", ["automodel_c", "transformers"])
+def test_what_stands_for_a_bad_sample_is_not_scored(tiny, own_rank, operators):
+    plain = ("packed_sequence.enabled=false", "loss_fn._target_=MaskedCrossEntropy")
+    recipe = load_recipe(DIGITS, [*tiny, *plain, f"model.operators={operators}"])
+    with start_ranks(recipe) as runtime:
+        run = build(recipe, runtime)
+        good = [run.held_out[i] for i in range(3)]
+        mixed = [good[0], run.processor.dummy_sample(), *good[1:]]
+        expected, apart, together = (
+            evaluate(run.model, samples, run.processor, batch_size=size, runtime=runtime)
+            for samples, size in ((good, 1), (mixed, 1), (mixed, 4))
+        )
+    assert apart == expected and expected.total == 3
+    assert (together.right, together.total, together.parts) == (expected.right, 3, expected.parts)
+
+
 def test_collate_has_no_padding_but_what_is_asked_for(tiny):
     recipe = load_recipe(DIGITS, [*tiny, "packed_sequence.collate_max_length=80"])
     with start_ranks(recipe) as runtime:

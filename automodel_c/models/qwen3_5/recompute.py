@@ -1,6 +1,5 @@
 """Activations that backward makes again."""
 
-import contextlib
 import threading
 
 import torch
@@ -24,18 +23,23 @@ def run(module, recompute, *inputs, context_fn=noop_context_fn):
 def made_again():
     """Whether this is the second forward of a module that `run` runs: what it returns nobody reads, backward wants what
     it saves on the way."""
-    return getattr(_thread, "again", False)
+    return getattr(_thread, "again", 0) > 0
 
 
 def _told(first, again):
-    return first, _again(again)
+    return first, _Again(again)
 
 
-@contextlib.contextmanager
-def _again(context):
-    before, _thread.again = made_again(), True
-    try:
-        with context:
-            yield
-    finally:
-        _thread.again = before
+class _Again:
+    """Entered anew by every backward through the same graph, in whatever thread that runs."""
+
+    def __init__(self, context):
+        self.context = context
+
+    def __enter__(self):
+        self.context.__enter__()
+        _thread.again = getattr(_thread, "again", 0) + 1
+
+    def __exit__(self, *raised):
+        _thread.again -= 1
+        return self.context.__exit__(*raised)
