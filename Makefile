@@ -34,8 +34,8 @@ demo: build ## two ranks on this machine's CPU share every pack and learn handwr
 demo-dp: build ## the same with packs of their own for the two ranks
 	$(VENV)/bin/automodel-c train examples/digits.yaml --nproc 2
 
-test: build ## every test that this machine can run
-	$(PY) -m pytest -q
+test: build ## every test that this machine can run, on the inputs that CI draws; CI= make test draws fresh ones
+	CI=$${CI-true} $(PY) -m pytest -q
 
 test-isa: build ## tests/core and tests/ops once with each row of CPU kernels as the default
 	for isa in scalar avx2 avx512 avx512_bf16; do AM_ISA=$$isa $(PY) -m pytest -q tests/core tests/ops || exit 1; done
