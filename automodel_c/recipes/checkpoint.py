@@ -8,6 +8,7 @@ saved.
 import concurrent.futures
 import contextlib
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -25,6 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
+from ..models.qwen3_5.checkpoint import take_place
 from ..parallel import faults
 from .runtime import rng_state, set_rng_state
 
@@ -111,9 +113,9 @@ class Checkpoints:
             raise RuntimeError(f"{final} was not written: rank {rank}: {type(reason).__name__}: {reason}") from error
         if self.runtime.is_main:
             if held_out is not None:
-                (beside / _HELD_OUT).write_text(json.dumps({"loss": held_out}))
-            shutil.rmtree(final, ignore_errors=True)
-            beside.rename(final)
+                _write_text(beside / _HELD_OUT, json.dumps({"loss": held_out}))
+            take_place(beside, final)
+            _sync(self.folder)  # before anything names it
             _point(self.folder, "LATEST", final.name)
             lowest = _lowest(self.folder)
             if lowest is not None:
@@ -135,8 +137,24 @@ def _copied(value):
 
 def _point(folder, pointer, name):
     beside = folder / f".{pointer}.tmp"
-    beside.write_text(name + "\n")
+    _write_text(beside, name + "\n")
     beside.replace(folder / pointer)
+    _sync(folder)
+
+
+def _write_text(path, text):
+    """Writes a file that is on the disk when this returns."""
+    path.write_text(text)
+    _sync(path)
+
+
+def _sync(path):
+    """Has the disk take a file, or the names in a folder."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
 
 
 def _lowest(folder):
@@ -241,4 +259,6 @@ def _whole(folder):
 def _prune(folder, keep, spared=None):
     for path in _whole(folder)[:-keep] if keep else ():
         if path != spared:
-            shutil.rmtree(path)
+            going = path.with_name(f".{path.name}.tmp")  # no longer called a step while it is half there
+            path.rename(going)
+            shutil.rmtree(going)

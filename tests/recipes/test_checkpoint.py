@@ -172,3 +172,49 @@ def test_metrics_log_goes_on_after_a_kill(tmp_path, torn):
     path.write_text('{"step": 1}\n{"step": 2}\n' + torn)
     MetricsLog(path, 2).append({"step": 3, "loss": 1.0})
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("what", ["replaced", "pruned"])
+def test_a_checkpoint_that_goes_is_never_half_there(runtime, tmp_path, what):
+    """Killed while an old checkpoint is deleted, a run leaves no folder of a step that is not whole."""
+    model, optimizer = _trained()
+    save_checkpoint(tmp_path, 1, model, optimizer, runtime, data={})
+    whole = {p.name for p in (tmp_path / "step_1").iterdir()}
+    gone = []
+
+    def half(path, ignore_errors=False):
+        if not Path(path).exists():
+            return
+        next(Path(path).glob("*.distcp")).unlink()
+        gone.append(path)
+        raise KeyboardInterrupt
+
+    step, keep = (1, None) if what == "replaced" else (2, 1)
+    with mock.patch("shutil.rmtree", half), pytest.raises(KeyboardInterrupt):
+        save_checkpoint(tmp_path, step, model, optimizer, runtime, data={}, keep=keep)
+    assert len(gone) == 1
+    visible = list(tmp_path.glob("step_*"))
+    assert [p.name for p in visible] == [f"step_{step}"]
+    assert {p.name for p in visible[0].iterdir()} == whole
+    save_checkpoint(tmp_path, 3, model, optimizer, runtime, data={})
+    assert not list(tmp_path.glob(".step_*"))
+
+
+def test_a_pointer_is_on_the_disk_before_it_has_its_name(runtime, tmp_path):
+    """And what it names is before it."""
+    order, fsync, rename = [], checkpoint.os.fsync, Path.replace
+
+    def synced(number):
+        order.append(Path(f"/proc/self/fd/{number}").readlink().name)
+        fsync(number)
+
+    def replaced(self, target):
+        order.append(f"-> {target.name}")
+        return rename(self, target)
+
+    model, optimizer = _trained()
+    with mock.patch.object(checkpoint.os, "fsync", synced), mock.patch.object(Path, "replace", replaced):
+        save_checkpoint(tmp_path, 1, model, optimizer, runtime, data={})
+    at = {name: i for i, name in enumerate(order)}
+    assert order.index(tmp_path.name) < at[".LATEST.tmp"] < at["-> LATEST"] < at[tmp_path.name]
+    assert any(name.endswith(".distcp") for name in order[: order.index(tmp_path.name)])

@@ -279,10 +279,24 @@ def written_beside(folder):
     beside.mkdir(parents=True)
     try:
         yield beside
-        shutil.rmtree(folder, ignore_errors=True)
-        beside.rename(folder)
+        take_place(beside, folder)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
+
+
+def take_place(beside, folder):
+    """Renames `beside` to `folder`. What was there is renamed first and deleted last: nothing that is called `folder`
+    is ever half of one, wherever the process is killed."""
+    old = folder.with_name(f".{folder.name}.{os.getpid()}.old.tmp")
+    with contextlib.suppress(FileNotFoundError):
+        folder.rename(old)
+    try:
+        beside.rename(folder)
+    except OSError:
+        with contextlib.suppress(OSError):
+            old.rename(folder)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _config(model):
