@@ -34,12 +34,14 @@ def trainable(group):
 
 
 def gathered(unit):
-    """(numbers, their dtype) that a unit's parameters are while they are gathered; (0, None) without parameters."""
+    """(numbers, their dtype, those that take a gradient) of a unit's parameters while they are gathered; (0, None, 0)
+    without parameters."""
     group = param_group(unit)
     if group is None:
-        return 0, None
+        return 0, None, 0
     dtype = unit._get_fsdp_state()._mp_policy.param_dtype or group.fsdp_params[0].sharded_param.dtype
-    return sum(p._orig_size.numel() for p in group.fsdp_params), dtype
+    numbers = [(p._orig_size.numel(), p.sharded_param.requires_grad) for p in group.fsdp_params]
+    return sum(n for n, _ in numbers), dtype, sum(n for n, trained in numbers if trained)
 
 
 def frees(unit):

@@ -243,7 +243,7 @@ def _gathered_units(model):
     """(name, module, bytes while it is gathered) of every FSDP2 unit."""
     names = {module: name for name, module in model.named_modules()}
     for unit in units(model):
-        numbers, dtype = gathered(unit)
+        numbers, dtype, _ = gathered(unit)
         if numbers:
             yield names[unit], unit, numbers * dtype.itemsize
 
@@ -257,7 +257,7 @@ def _units(model, root_stays):
     passing = sorted((size for (*_, size), stay in zip(found, stays, strict=True) if not stay), reverse=True)
     nested = 4 if any(isinstance(unit, Experts) for _, unit, _ in found) else 2
     at_once = sum(size for (*_, size), stay in zip(found, stays, strict=True) if stay) + sum(passing[:nested])
-    whole = sum(4 * gathered(unit)[0] for _, unit, _ in found)
+    whole = sum(4 * gathered(unit)[2] for _, unit, _ in found)
     return (name or "embedding, head and final norm", largest), at_once, whole
 
 

@@ -107,3 +107,12 @@ def test_dry_run_from_the_command_line(capsys, tiny):
     out = capsys.readouterr().out
     assert "recipe is fine" in out and "on 2 ranks (dp 2 x cp 1), 2 microbatches a step" in out
     assert "gradients wait for the last microbatch unsharded" in out
+
+
+@pytest.mark.parametrize("frozen", ["false", "true"])
+def test_dry_run_of_gradients_that_wait(tiny, frozen):
+    """Whole and in float32, of what is trained alone."""
+    more = ["distributed.defer_fsdp_grad_sync=true", f"freeze_config.freeze_vision_tower={frozen}"]
+    found = dry_run(load_recipe(DIGITS, [*tiny, *more]), 2)
+    assert found.whole_gradients == sum(total(found.ranks, "gradients"))
+    assert (found.whole_gradients < 4 * found.parameters) == (frozen == "true")
