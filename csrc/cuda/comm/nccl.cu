@@ -156,18 +156,37 @@ am_status open_now(Comm *c)
     return AM_OK;
 }
 
-/* Of a communicator that nobody uses any more. Errors say nothing that its user would not have met. */
+bool wait_for_users(Comm *c)
+{
+    const timespec pause = {0, 1000000};
+    for (int n = 0; n < kPolls; n++) {
+        pthread_mutex_lock(&lock);
+        const bool none = c->users == 0;
+        pthread_mutex_unlock(&lock);
+        if (none)
+            return true;
+        (void)nanosleep(&pause, nullptr);
+    }
+    return false;
+}
+
+/* Of a communicator that is being closed, and frees its slot. Errors say nothing that its user would not have met. */
 void destroy(Comm *c, bool abort)
 {
     (void)cudaSetDevice(c->device);
     if (c->handle)
         (void)(abort ? nccl.end(c->handle) : nccl.destroy(c->handle));
+    if (!wait_for_users(c))
+        return; /* one that NCCL does not let go has the rest, slot included, for good */
     if (c->ready)
         (void)cudaEventDestroy(c->ready);
     if (c->done)
         (void)cudaEventDestroy(c->done);
     if (c->side)
         (void)cudaStreamDestroy(c->side);
+    pthread_mutex_lock(&lock);
+    *c = {};
+    pthread_mutex_unlock(&lock);
 }
 
 void *opener(void *at)
@@ -181,12 +200,8 @@ void *opener(void *at)
     if (!left)
         c->state = st == AM_OK ? kReady : kFailed;
     pthread_mutex_unlock(&lock);
-    if (left) {
+    if (left)
         destroy(c, true);
-        pthread_mutex_lock(&lock);
-        *c = {};
-        pthread_mutex_unlock(&lock);
-    }
     return nullptr;
 }
 
@@ -276,6 +291,16 @@ am_status exchange_on(const am_comm_exchange_args *a, Comm *c, const am_exec *ex
     return st;
 }
 
+/* Of an event, from a thread that may be another than one that captures a graph, which a query would spoil. */
+cudaError_t query(cudaEvent_t event)
+{
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    (void)cudaThreadExchangeStreamCaptureMode(&mode);
+    const cudaError_t found = cudaEventQuery(event);
+    (void)cudaThreadExchangeStreamCaptureMode(&mode);
+    return found;
+}
+
 am_status look(am_comm_state_args *a, Comm *c)
 {
     a->ready = c->state == kReady;
@@ -286,7 +311,7 @@ am_status look(am_comm_state_args *a, Comm *c)
     if (wrong != 0 && wrong != NCCL_IN_PROGRESS)
         return failed("ncclCommGetAsyncError", wrong);
     if (c->sent) {
-        const cudaError_t found = cudaEventQuery(c->done);
+        const cudaError_t found = query(c->done);
         a->pending = found == cudaErrorNotReady;
         if (!a->pending)
             AM_CUDA(found);
@@ -306,27 +331,13 @@ bool claim(int64_t number, Comm **out)
     return mine;
 }
 
-bool wait_for_users(Comm *c)
-{
-    const timespec pause = {0, 1000000};
-    for (int n = 0; n < kPolls; n++) {
-        pthread_mutex_lock(&lock);
-        const bool none = c->users == 0;
-        pthread_mutex_unlock(&lock);
-        if (none)
-            return true;
-        (void)nanosleep(&pause, nullptr);
-    }
-    return false;
-}
-
 /* Whether what it sent has arrived, in the end. */
 bool settle(const Comm *c)
 {
     const timespec pause = {0, 1000000};
     cudaError_t found = c->sent ? cudaErrorNotReady : cudaSuccess;
     for (int n = 0; n < kPatience && found == cudaErrorNotReady; n++) {
-        found = cudaEventQuery(c->done);
+        found = query(c->done);
         if (found == cudaErrorNotReady)
             (void)nanosleep(&pause, nullptr);
     }
@@ -401,10 +412,6 @@ extern "C" am_status am_cuda_comm_close(const am_comm_close_args *a)
     const bool known = cudaGetDevice(&before) == cudaSuccess;
     const bool left = wait_for_users(c); /* one that NCCL keeps is let go by the abort */
     destroy(c, a->abort || !left || !settle(c));
-    (void)wait_for_users(c);
-    pthread_mutex_lock(&lock);
-    *c = {};
-    pthread_mutex_unlock(&lock);
     if (known)
         (void)cudaSetDevice(before);
     return AM_OK;
