@@ -8,6 +8,7 @@ saved.
 import concurrent.futures
 import contextlib
 import json
+import math
 import os
 import re
 import shutil
@@ -163,6 +164,7 @@ def _lowest(folder):
     for path in _whole(folder):
         with contextlib.suppress(OSError, ValueError, KeyError):
             found.append((json.loads((path / _HELD_OUT).read_text())["loss"], path))
+    found = [of for of in found if not math.isnan(of[0])]
     return min(reversed(found), key=lambda of: of[0], default=(None, None))[1]
 
 

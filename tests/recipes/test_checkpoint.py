@@ -160,6 +160,15 @@ def test_pointers(runtime, tmp_path):
     assert step_folder(tmp_path / "step_6") == tmp_path / "step_6"
 
 
+def test_a_loss_that_is_no_number_is_not_the_lowest(runtime, tmp_path):
+    model, optimizer = _trained()
+    for step, loss in enumerate((float("nan"), 2.0, float("nan"), 1.0, float("nan"))):
+        Checkpoints(tmp_path, runtime).save(step, model, optimizer, data={}, held_out=loss)
+        if step:
+            assert step_folder("LOWEST_VAL", tmp_path).name == ("step_1" if step < 3 else "step_3")
+    assert json.loads((tmp_path / "step_1" / "held_out.json").read_text()) == {"loss": 2.0}
+
+
 def test_no_such_pointer(tmp_path):
     with pytest.raises(ValueError, match=r"checkpoint\.restore_from='.*LOWEST_VAL': No such file"):
         step_folder("LOWEST_VAL", tmp_path)
