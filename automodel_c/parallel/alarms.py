@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 
 from . import mailbox, nccl
-from .faults import RankFailure, _lost_connection, _ports, _words
+from .faults import RankFailure, _lost_connection, _ports, _words, known_failure
 from .sockets import cut_connections
 
 _SPELL_S = 0.5
@@ -192,7 +192,7 @@ def meet(exchange):
 
 def until(ready, exchange, gone=lambda: []):
     """Looks again and again until ``ready()``; RankFailure where a peer left a note at this exchange, is in another, or
-    is ``gone()``."""
+    is ``gone()``, and where a guard knows of one that failed elsewhere."""
     began, failure = (looked := time.monotonic()), None
     try:
         while not ready():
@@ -201,6 +201,9 @@ def until(ready, exchange, gone=lambda: []):
                 time.sleep(_LOOK_S)
             if now - looked > _SPELL_S:
                 nccl.waiting, looked = began, now
+                failure = known_failure()
+                if failure:
+                    raise failure
                 failure = _failure(exchange) or _death(exchange, gone())
                 if failure:
                     _give_up(exchange)

@@ -53,6 +53,16 @@ class RankFailure(RuntimeError):
         return type(self), (self.rank, self.message)
 
 
+_guards = []  # the _Watch of every guard that this process is in, the innermost last
+
+
+def known_failure():
+    """A `RankFailure` where a guard of this process knows of one, else None. For threads that a guard does not
+    interrupt: backward on a GPU runs in one, while the main thread waits for it and hears no signal."""
+    found = next((watch.failure for watch in reversed(_guards) if watch.failure), None)
+    return found and RankFailure(found.rank, found.message)
+
+
 @contextlib.contextmanager
 def guard(store=None, group=None):
     """Around a rank's main: turn the failure of any rank into an exception on every rank, within 30 s (2 s as a rule).
@@ -71,6 +81,7 @@ def guard(store=None, group=None):
         return
     watch = _Watch(store, group)
     watch.start()
+    _guards.append(watch)
     try:
         try:
             yield
@@ -84,6 +95,7 @@ def guard(store=None, group=None):
             raise
         raise raised from error
     finally:
+        _guards.remove(watch)
         watch.stop()
 
 

@@ -6,6 +6,7 @@ A fake channel carries the bytes by gloo, so that every step but NCCL's own and 
 import contextlib
 import os
 import signal
+import threading
 import time
 from unittest import mock
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from automodel_c.parallel import RankFailure, alarms, carry, exchange, mailbox
+from automodel_c.parallel import RankFailure, alarms, carry, exchange, faults, mailbox
 from tests.parallel import context_worker, gdn_worker, test_context_conv, test_experts
 from tests.parallel.test_context_gdn import check_bytes
 from tests.ranks import RanksFailed
@@ -243,3 +244,45 @@ def test_tables_go_with_their_route(rank_pools):
     pool = rank_pools(2)
     pool.close()
     assert pool.run(tables_that_are_kept) == [(1, 0)] * 2
+
+
+def away_in_a_thread():
+    """What rank 0 raises at a meeting in a thread, as backward on a GPU does, while its main thread hears no signal and
+    rank 1 has failed elsewhere and lives on."""
+    group, rank, store = dist.group.WORLD, dist.get_rank(), alarms.shared_store()
+    raised = []
+    for i in range(3):
+        alarms.meet(alarms.enter(group, f"rows {i}"))
+
+    def backward():
+        try:
+            alarms.meet(alarms.enter(group, "rows"))
+        except RankFailure as failure:
+            raised.append(str(failure))
+
+    old = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGURG})
+    try:
+        with faults.guard():
+            if rank == 1:
+                raise ValueError("no more data")
+            thread = threading.Thread(target=backward, daemon=True)
+            thread.start()
+            thread.join(12)
+            raise RuntimeError("backward has ended")
+    except (RankFailure, ValueError) as error:
+        raised.append(str(error))
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, old)
+    if rank == 1:
+        store.wait(["away over"])
+    else:
+        store.set("away over", "")
+    return raised
+
+
+def test_a_meeting_in_a_thread_ends_where_a_rank_failed_elsewhere(rank_pools):
+    pool = rank_pools(2)
+    other, own = pool.run(away_in_a_thread)
+    pool.close()
+    assert own == ["no more data"] and other == ["rank 1 failed: ValueError: no more data"] * 2
+    assert faults.known_failure() is None
