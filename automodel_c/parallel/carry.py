@@ -75,6 +75,7 @@ def _open(group, entered, device):
         alarms.until(channel.is_ready, entered)
         return channel
     except Exception as error:
+        nccl.abort(group)
         alarms.fail(entered, error)
         raise
 

@@ -23,6 +23,7 @@ class Communicator:
     def __init__(self, group, id, device):
         self.number = _amcore.comm_open(id, rank=group.rank(), ranks=group.size(), device=device.index)
         self.since = None  # of the last exchange
+        self._held = []  # what exchanges read and write: freed before `join`, it would be given to others meanwhile
         _open[group] = self
         close = weakref.finalize(self, _amcore.comm_close, self.number, abort=False)
         close.atexit = False  # NCCL is not to be called while the interpreter ends
@@ -34,13 +35,15 @@ class Communicator:
     def exchange(self, arriving, sent, send_bytes, receive_bytes):
         """Bytes to and from every rank, on a stream of its own behind the current one; the host goes on."""
         self.since = time.monotonic()
+        self._held += arriving, sent
         _amcore.comm_exchange(
             arriving, sent, comm=self.number, send_bytes=send_bytes, receive_bytes=receive_bytes
         )  # fmt: skip
 
     def join(self, arriving):
-        """The current stream waits for what `exchange` began."""
+        """The current stream waits for all that `exchange` began."""
         _amcore.comm_join(arriving, comm=self.number)
+        self._held.clear()
 
     def is_stalled(self, seconds):
         """Whether what the last exchange began has been under way for so long."""

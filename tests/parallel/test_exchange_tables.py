@@ -8,13 +8,14 @@ import os
 import signal
 import threading
 import time
+import weakref
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from automodel_c.parallel import RankFailure, alarms, carry, exchange, faults, mailbox
+from automodel_c.parallel import RankFailure, alarms, carry, exchange, faults, mailbox, nccl
 from tests.parallel import context_worker, gdn_worker, test_context_conv, test_experts
 from tests.parallel.test_context_gdn import check_bytes
 from tests.ranks import RanksFailed
@@ -286,3 +287,59 @@ def test_a_meeting_in_a_thread_ends_where_a_rank_failed_elsewhere(rank_pools):
     pool.close()
     assert own == ["no more data"] and other == ["rank 1 failed: ValueError: no more data"] * 2
     assert faults.known_failure() is None
+
+
+class Extension:
+    """In place of `_amcore`: communicators that never open, and what is closed."""
+
+    def __init__(self):
+        self.closed = []
+
+    def comm_id(self):
+        return "00" * 128
+
+    def comm_open(self, id, *, rank, ranks, device):
+        return 7
+
+    def comm_state(self, comm):
+        raise RuntimeError("comm_state: ncclCommInitRank: no such device")
+
+    def comm_close(self, comm, *, abort):
+        self.closed.append((comm, abort))
+
+    def comm_exchange(self, arriving, sent, *, comm, send_bytes, receive_bytes):
+        pass
+
+    def comm_join(self, arriving, *, comm):
+        pass
+
+
+def opens_in_vain():
+    """What is raised where a communicator does not open, what is closed then, and whether the group has one."""
+    group, extension = dist.new_group([0]), Extension()
+    with mock.patch.object(nccl, "_amcore", extension), mock.patch.object(carry, "_amcore", extension):
+        entered = alarms.enter(group, "rows")
+        try:
+            carry._open(group, entered, torch.device("cuda", 0))
+        except RuntimeError as error:
+            return str(error), extension.closed[:1], nccl.communicator(group)
+
+
+def test_a_communicator_that_does_not_open_is_closed(rank_pools):
+    (found,) = rank_pools(1).run(opens_in_vain)
+    assert found == ("comm_state: ncclCommInitRank: no such device", [(7, True)], None)
+
+
+def test_what_an_exchange_reads_and_writes_is_kept_until_it_is_joined():
+    """Where nobody joins it, its memory may not be another tensor's while NCCL writes to it."""
+    group = mock.Mock(rank=lambda: 0, size=lambda: 2)
+    with mock.patch.object(nccl, "_amcore", Extension()):
+        channel = nccl.Communicator(group, "00" * 128, torch.device("cuda", 0))
+        buffers = torch.zeros(8), torch.ones(8)
+        kept = [weakref.ref(b) for b in buffers]
+        channel.exchange(*buffers, [0, 32], [0, 32])
+        buffers = None
+        assert all(ref() is not None for ref in kept)
+        channel.join(torch.zeros(0))
+        assert all(ref() is None for ref in kept)
+        nccl.abort(group)
