@@ -45,7 +45,7 @@ def _parser():
     train.set_defaults(run=_train)
     export = verbs.add_parser("export", help="write a checkpoint's model for Hugging Face", description=_EXPORT)
     export.add_argument("recipe", help="the YAML file that the run was started with")
-    export.add_argument("checkpoint", metavar="step_folder", help="such as runs/digits_cp2/checkpoints/step_200")
+    export.add_argument("checkpoint", metavar="step_folder", help="such as runs/digits/checkpoints/step_200, or LATEST")
     export.add_argument("folder", help="the directory to write: safetensors, config.json, the processor's files")
     export.add_argument("overrides", nargs="*", metavar="key=value", help="recipe keys to set, as the run had them")
     export.set_defaults(run=_export)

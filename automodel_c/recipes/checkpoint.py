@@ -200,11 +200,10 @@ def load_checkpoint(folder, model, optimizer, runtime, *, data):
 
 
 def load_model(folder, model):
-    """Restores only the model of what was saved into `folder`; call it on every rank.
+    """Restores only the model of what was saved into the step folder `folder`; call it on every rank.
 
     ValueError when it is no whole checkpoint, or not one of this model.
     """
-    folder = step_folder(folder)
     checkpoint_step(folder)
     state = {"model": get_model_state_dict(model)}
     _read(state, dcp.FileSystemReader(folder), folder)
@@ -222,6 +221,11 @@ def _read(state, reader, folder):
 
 def _progress(step, data):
     return {key: torch.tensor(value) for key, value in {"step": step, **data}.items()}
+
+
+def checkpoints_of(recipe):
+    """The folder of a run's checkpoints."""
+    return Path(recipe.checkpoint.checkpoint_dir or Path(recipe.output_dir) / "checkpoints")
 
 
 def step_folder(path, checkpoints=None):

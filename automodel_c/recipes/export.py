@@ -5,13 +5,14 @@ from pathlib import Path
 from ..models.build import build_model, materialise
 from ..models.export import export_hf
 from ..models.parallelize import parallelize_qwen3_5
-from .checkpoint import load_model
+from .checkpoint import checkpoints_of, load_model, step_folder
 from .runtime import seed_model, start_ranks
 from .targets import resolve
 
 
 def export(recipe, folder):
-    """Writes the model of the step folder `recipe.checkpoint.restore_from`, made by a run of `recipe`, to `folder`.
+    """Writes the model of the step folder that `recipe.checkpoint.restore_from` is or points to, made by a run of
+    `recipe`, to `folder`.
 
     recipe: schema.Recipe. Any number of ranks may have written the checkpoint, any number may read it, whatever the
     recipe says of dp, cp and ep; rank 0 writes.
@@ -27,5 +28,5 @@ def export(recipe, folder):
             resolve("processor", recipe.processor._target_),
         )
         model = materialise(parallelize_qwen3_5(model, runtime.mesh), runtime.device, weights=False)
-        load_model(recipe.checkpoint.restore_from, model)
+        load_model(step_folder(recipe.checkpoint.restore_from, checkpoints_of(recipe)), model)
         export_hf(model, processor, Path(folder))

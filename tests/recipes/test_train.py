@@ -154,10 +154,12 @@ def test_export_of_a_checkpoint(finished, tiny, tmp_path, capsys):
     from automodel_c.cli import main
 
     step = str(finished[0] / "checkpoints" / "step_6")
-    assert main(["export", DIGITS, step, str(tmp_path / "hf"), *tiny]) == 0
-    assert capsys.readouterr().out == f"wrote {tmp_path / 'hf'}\n"
-    for path in (finished[0] / "hf").iterdir():
-        assert (tmp_path / "hf" / path.name).read_bytes() == path.read_bytes(), path.name
+    for name, checkpoint in (("hf", step), ("latest", "LATEST")):
+        folder = tmp_path / name
+        assert main(["export", DIGITS, checkpoint, str(folder), *tiny, f"output_dir={finished[0]}"]) == 0
+        assert capsys.readouterr().out == f"wrote {folder}\n"
+        for path in (finished[0] / "hf").iterdir():
+            assert (folder / path.name).read_bytes() == path.read_bytes(), path.name
     for verb, more in (("export", [step, str(tmp_path / "other")]), ("train", [f"checkpoint.restore_from={step}"])):
         wider = [*more, *tiny, "model.config.text_config.hidden_size=64", f"output_dir={tmp_path}/run"]
         assert main([verb, DIGITS, *wider]) == 2
