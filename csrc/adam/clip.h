@@ -5,7 +5,8 @@
  *   scale_:     every element times a factor, rounded once; a factor of exactly 1 writes nothing.
  *
  * The line of all elements is cut into at most AM_SUMSQ_PARTS parts by its length alone (on CUDA into chunks that the
- * parts get in turn) and each is summed in a fixed order: the result does not depend on the threads or the instruction set.
+ * parts get in turn) and each is summed in a fixed order: the result does not depend on the threads or the instruction
+ * set.
  */
 #ifndef ADAM_CLIP_H
 #define ADAM_CLIP_H
