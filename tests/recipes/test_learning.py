@@ -44,6 +44,7 @@ def learn(single_digits, tmp_path):
             run = build(recipe, runtime)
             seeing = fit(run)
             recipe.validation_dataset.shuffle_images = True
+            recipe.validation_dataset.limit = None  # of the first 200 one in seven gets an image of its own digit again
             dealt = build_dataset(recipe.validation_dataset, run.processor, recipe.seed)
             return seeing.accuracy, evaluate(run.model, dealt, run.processor, batch_size=50, runtime=runtime).accuracy
 
