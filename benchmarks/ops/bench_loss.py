@@ -16,7 +16,8 @@ Tried (n rows; torch's CPU time over ours, f32, T=256, H=1024, loaded machine; f
 - no call of torch inside the loop, and chunks of 4 % instead of 0.8 %, as each is a place to wait: bf16 1.03 and 1.01,
   its wall clock 0.63 before and 1.15 after; f32 two threads 1.23. T=256, H=256: 1.6, bf16 1.3; T=1024, H=256: 1.3.
 - hidden's gradient added to its total every 64 words of the depth: a red gate at T=256, H=256; once a chunk: green.
-- T=2048, H=1024, bf16, where half of the logits are made again (7/6 of the flops): 0.74. Slower than torch.
+- T=2048, H=1024, bf16, where half of the logits are made again (7/6 of the flops): 0.74. Slower than torch;
+  on quiet cores 1.00, of least times 0.95.
 - row blocks of 3 % of the rows: not written. 33 passes that read W twice and read and write dW are 528 V H bytes beside
   6 n V H flops: at 15 GB/s they cost more than the product they save up to about 3500 rows, and in bf16 dW would be
   rounded 33 times.
