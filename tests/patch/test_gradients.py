@@ -13,7 +13,7 @@ from tests.models.packs import compare
 from tests.numerics import assert_as_good_as
 from tests.patch import models
 
-SEEDS = range(6)
+SEEDS = range(8)
 
 
 @pytest.mark.parametrize(
