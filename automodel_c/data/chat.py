@@ -55,7 +55,7 @@ class ChatDataset(Dataset):
         return sample
 
     def size(self, index):
-        """(tokens, patches) of an element, without reading a pixel. BadSample where that alone fails."""
+        """(tokens, patches) of an element, from what headers tell. BadSample where that alone fails."""
         with _named(self.records, index):
             messages, images, videos = self._conversation(index)
             sizes = []

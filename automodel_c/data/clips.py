@@ -65,8 +65,8 @@ def read_clip(part, folder, video_processor):
 
 
 def clip_shape(part, folder, video_processor):
-    """(frames, height, width, seconds) of what `read_clip` gives, height and width as the first frame has them; no more
-    than that is read."""
+    """(frames, height, width, seconds) of what `read_clip` gives, height and width as the first frame has them. Of an
+    animation, and of a film that does not tell how long it is, frames are read for that."""
     film, indices, raw_fps = _chosen(part, folder, video_processor)
     return len(indices), *film.size(), video_processor.seconds(indices.tolist(), raw_fps)
 

@@ -19,9 +19,7 @@ def encode_conversation(messages, images, processor, clips=()):
     pixel_values_videos fp32 [patches, width], image_grid_thw and video_grid_thw int64 [n, 3].
     ValueError when the number of images or clips differs from the parts of the messages, and as check_messages.
     """
-    check_messages(messages)
-    _check_count("images", "image", messages, images)
-    _check_count("clips", "video", messages, clips)
+    _check_media(messages, images, clips)
     pixel_values, image_grid = processor.patches(images)
     pixel_values_videos, video_grid = processor.video_patches(clips)
     ids, is_label = _tokens(messages, processor)
@@ -56,9 +54,7 @@ def conversation_size(messages, images, processor, clips=()):
 
     images: (height, width) of each. clips: (frames, height, width, seconds) of each, as clips.clip_shape tells.
     """
-    check_messages(messages)
-    _check_count("images", "image", messages, images)
-    _check_count("clips", "video", messages, clips)
+    _check_media(messages, images, clips)
     grids = [processor.image_grid(*size) for size in images]
     clip_grids = [processor.video_grid(*clip[:3]) for clip in clips]
     expanded = {
@@ -106,6 +102,12 @@ def media_parts(messages, kind):
         for part in message["content"]
         if part["type"] == kind
     ]
+
+
+def _check_media(messages, images, clips):
+    check_messages(messages)
+    _check_count("images", "image", messages, images)
+    _check_count("clips", "video", messages, clips)
 
 
 def _check_count(name, kind, messages, given):

@@ -13,7 +13,7 @@ from automodel_c.parallel import ContextParallel, RankFailure, exchange, faults,
 from automodel_c.parallel import attention as cp_attention
 from automodel_c.parallel.exchange import Route
 from tests.models import packs
-from tests.parallel.test_disagreements import CASES
+from tests.parallel import test_disagreements
 from tests.parallel.test_frame_shard import GRID, ON, Tower, levels, pixels
 from tests.patch import models
 from tests.ranks import here
@@ -123,18 +123,7 @@ def tower():
 
 def outcomes(names, culprit):
     """As of tests.parallel.test_disagreements, what this rank raised, and that the device is not held up."""
-    found = []
-    for name in names:
-        cp = ContextParallel(dist.new_group(list(range(dist.get_world_size()))))
-        began = time.monotonic()
-        try:
-            CASES[name].call(cp, dist.get_rank() == culprit)
-            found.append(("nothing", None, 0.0))
-        except Exception as error:
-            text = f"{type(error).__name__}: {error}"
-            found.append((text, getattr(error, "rank", None), time.monotonic() - began))
-        torch.cuda.synchronize()
-    return found
+    return test_disagreements.outcomes(names, culprit, after=torch.cuda.synchronize)
 
 
 def stress(seconds):

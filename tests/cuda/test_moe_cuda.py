@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 import automodel_c as amc
 from automodel_c import _amcore
@@ -11,7 +10,7 @@ from automodel_c.reference import moe as reference
 from tests.cuda import device
 from tests.cuda.device import on_cuda, same_bits
 from tests.numerics import assert_as_good_as, draws_for, pool
-from tests.ops.test_moe import NAMES, SHAPES, naive, oracle, ours, problem, run, upstream_of
+from tests.ops.test_moe import NAMES, SHAPES, naive, oracle, ours, problem, run, same_without_output, upstream_of
 
 pytestmark = pytest.mark.cuda
 
@@ -177,23 +176,7 @@ def test_empty_axes(shape):
 
 @DTYPES
 def test_a_recomputation_leaves_its_output_out(seed, dtype):
-    """Its statistics, what it keeps for backward and so every gradient have the same bits."""
-    inputs = draw(60, 64, 32, 6, 2, dtype)
-    upstream, calls = upstream_of(inputs), []
-
-    def layer(*inputs):
-        calls.append(None)
-        out, _, prob_sum, _ = amc.ops.moe(*inputs, top_k=2, return_router_stats=True, need_output=len(calls) == 1)
-        return out, prob_sum
-
-    twice = lambda *inputs: checkpoint(layer, *inputs, use_reentrant=False)  # noqa: E731
-    expected = run(ours, inputs, upstream, top_k=2)
-    found = run(twice, inputs, upstream)
-    assert len(calls) == 2 and all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    whole = amc.ops.moe(*inputs, top_k=2, return_router_stats=True)
-    without = amc.ops.moe(*inputs, top_k=2, return_router_stats=True, need_output=False)
-    assert without[0].shape == whole[0].shape and without[0].dtype == dtype and not without[0].any()
-    assert all(torch.equal(a, b) for a, b in zip(without[1:], whole[1:], strict=True))
+    same_without_output(draw(60, 64, 32, 6, 2, dtype))
 
 
 @DTYPES

@@ -174,8 +174,9 @@ CASES = {
 }  # fmt: skip
 
 
-def outcomes(names, culprit):
-    """What this rank raised in each case, in a group of its own: (message, rank that it names, seconds)."""
+def outcomes(names, culprit, after=lambda: None):
+    """What this rank raised in each case, in a group of its own: (message, rank that it names, seconds). `after` runs
+    after each."""
     found = []
     for name in names:
         cp = ContextParallel(dist.new_group(list(range(dist.get_world_size()))))
@@ -186,6 +187,7 @@ def outcomes(names, culprit):
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             found.append((text, getattr(error, "rank", None), time.monotonic() - began))
+        after()
     return found
 
 
