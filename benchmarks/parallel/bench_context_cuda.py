@@ -9,7 +9,9 @@ document, 16 heads over 64 of 128: with two ranks no document goes through one, 
 forward 1.0 at most (the recurrence is serial and rank 1 starts when rank 0 ends), less one exchange; backward 1.0
 likewise; heavy-tailed the same, as some document straddles. Pipelining is not there.
 
-Not run yet.
+Found (two H200s): attention of one document 1.93 forward and 1.91 backward with balanced rows, 1.99 and 1.98 in the
+round-robin layout; heavy-tailed documents 1.60 and 1.74 (81 MiB sent beside 4.4 ms of work). Gated delta rule, one
+document, 0.88 and 0.95: as predicted, one rank waits for the other; heavy-tailed 1.50 and 1.81.
 """
 
 import numpy as np

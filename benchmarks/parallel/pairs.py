@@ -15,6 +15,7 @@ import torch.multiprocessing
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks/results/h200x2"
 LEAD = 4_000_000  # cycles that the devices wait, so that all that is timed is on its stream when it begins
+_spread = {}  # of what was timed since the last row: (90th - 10th percentile) / median
 
 
 def main(name, worker):
@@ -49,8 +50,11 @@ def _rank(rank, worker, results, port):
     dist.init_process_group("nccl", store=store, rank=rank, world_size=2, device_id=torch.device("cuda", rank))
     rows = []
     for row in worker():
+        row |= {"spread": dict(_spread)}
+        _spread.clear()
         if rank == 0:
-            print("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
+            shown = {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items() if k != "spread"}
+            print("  ".join(f"{k} {v}" for k, v in shown.items()), flush=True)
             rows.append(row)
     if rank == 0:
         results.put(rows)
@@ -62,8 +66,10 @@ def _rank(rank, worker, results, port):
 
 def _machine():
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    return {"device": torch.cuda.get_device_name(0), "torch": torch.__version__, "nccl": str(torch.cuda.nccl.version()),
-            "commit": commit.stdout.strip()}  # fmt: skip
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    driver = subprocess.run(query, capture_output=True, text=True).stdout.split()
+    return {"device": torch.cuda.get_device_name(0), "driver": driver[0] if driver else "", "torch": torch.__version__,
+            "nccl": str(torch.cuda.nccl.version()), "commit": commit.stdout.strip()}  # fmt: skip
 
 
 def together():
@@ -92,7 +98,7 @@ def seconds(calls, rounds=30, alone=False, lead=LEAD):
                 times[name].append(begin.elapsed_time(end) / 1e3)
             else:
                 times[name].append(0.0)
-    return _slower({name: statistics.median(some) for name, some in times.items()})
+    return _slower(times)
 
 
 def host_seconds(calls, rounds=200):
@@ -109,10 +115,14 @@ def host_seconds(calls, rounds=200):
         if n % 10 == 0:
             torch.cuda.synchronize()
             together()
-    return _slower({name: statistics.median(some) for name, some in times.items()})
+    return _slower(times)
 
 
 def _slower(times):
-    both = torch.tensor(list(times.values()), dtype=torch.float64, device="cuda")
+    medians = {name: statistics.median(some) for name, some in times.items()}
+    for name, some in times.items():
+        tenths = statistics.quantiles(some, n=10)
+        _spread[name] = (tenths[-1] - tenths[0]) / medians[name] if medians[name] else 0.0
+    both = torch.tensor(list(medians.values()), dtype=torch.float64, device="cuda")
     dist.all_reduce(both, dist.ReduceOp.MAX)
-    return dict(zip(times, both.tolist(), strict=True))
+    return dict(zip(medians, both.tolist(), strict=True))
