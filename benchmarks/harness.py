@@ -12,6 +12,7 @@ import math
 import os
 import platform
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -226,7 +227,9 @@ def machine():
 def write_gpu_rows(path, rows, commit, packages=()):
     """JSON of a GPU benchmark. commit: what was measured, where there is no git; packages: whose versions are told."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    about = machine() | {"gpu": subprocess.run(query, capture_output=True, text=True).stdout.strip()}
+    about = machine()
+    if shutil.which(query[0]):
+        about |= {"gpu": subprocess.run(query, capture_output=True, text=True).stdout.strip()}
     about |= {"commit": commit} if commit else {}
     about |= {"peers": {name: version_of(name) for name in packages}} if packages else {}
     path = Path(path)

@@ -41,6 +41,7 @@ from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5Moe
 from automodel_c import Pack, ops
 from automodel_c.models.parallelize import parallelize_qwen3_5
 from automodel_c.models.qwen3_5 import config as configs
+from automodel_c.models.qwen3_5.experts import Experts
 from automodel_c.models.qwen3_5.initialise import initialise
 from automodel_c.models.qwen3_5.model import Qwen3_5
 from automodel_c.models.qwen3_5.step import Step
@@ -78,6 +79,8 @@ LOSS_BYTES = 6 << 30  # what our loss may hold beyond its gradients: the peak, w
 GATED = ("layers.0.linear_attn.in_proj_qkv", "layers.0.linear_attn.A_log", "layers.1.mlp.experts.down_proj",
          "layers.2.mlp.gate.weight", "layers.3.self_attn.q_proj", "layers.3.input_layernorm")  # fmt: skip
 KINDS = {  # of kernels, by their names; the first that fits
+    "communication": r"nccl",
+    "rows that travel": r"exchange|comm_reduce",
     "attention": r"attention|flash|fmha|cudnn.*sdpa",
     "gated delta rule": r"gdn|gated_delta|chunk_|kkt|fused_gdr|recompute_w_u|solve_tril|l2norm|cumsum",
     "convolution": r"conv",
@@ -125,11 +128,15 @@ class Peer(nn.Module):
 
 
 def projected(hidden, x):
-    return (hidden * x.projection.to(hidden.dtype)).float().mean() * 100.0
+    values = (hidden * x.projection.to(hidden.dtype)).float().mean(-1)
+    x.values = values.detach()
+    return values.mean() * (100.0 * x.share)
 
 
 class Inputs:
-    """Random tokens in documents of `lengths`."""
+    """Random tokens in documents of `lengths`. share: of the loss of a step; values: what each token made of it."""
+
+    share, values = 1.0, None
 
     def __init__(self, lengths, hidden, vocab, head, device):
         tokens, generator = sum(lengths), torch.Generator().manual_seed(0)
@@ -155,12 +162,18 @@ class Inputs:
             yield (end - start) / self.tokens, one
 
 
-def our_model(sizes, vocab, device):
+def our_model(sizes, vocab, device, cp=None, ep=None):
+    """cp: ContextParallel, ep: ExpertParallel, of the ranks that share packs or experts."""
     text = {"model_type": "qwen3_5_moe_text", "vocab_size": vocab, **sizes}
     tower = TOWER | {"out_hidden_size": sizes["hidden_size"]}
     config = configs.read_config({"model_type": "qwen3_5_moe", "text_config": text, "vision_config": tower})
     with torch.device("meta"):
         model = Slice(config)
+    model.cp = cp
+    if ep is not None and ep.group is not None:
+        model.ep = ep
+        for experts in (m for m in model.modules() if isinstance(m, Experts)):
+            experts.spread(ep)
     model.to_empty(device=device)
     torch.manual_seed(0)
     initialise(model)
@@ -179,11 +192,11 @@ def their_model(sizes, vocab, device, attention, experts="grouped_mm", liger=Fal
     return Peer(inner.train(), liger, packed)
 
 
-def sharded(model, mesh):
-    """fp32 masters in FSDP2 on one rank, bf16 compute, activations made again."""
+def sharded(model, mesh, moe_mesh=None):
+    """fp32 masters in FSDP2, bf16 compute, activations made again."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     if isinstance(model, Slice):
-        return parallelize_qwen3_5(model, mesh, mp_policy=policy, activation_checkpointing=True)
+        return parallelize_qwen3_5(model, mesh, moe_mesh=moe_mesh, mp_policy=policy, activation_checkpointing=True)
     model.inner.gradient_checkpointing_enable({"use_reentrant": False})
     for unit in (*model.inner.model.layers, model):
         fully_shard(unit, mesh=mesh["dp"], mp_policy=policy)
@@ -261,7 +274,7 @@ def between(a, b):
 
 def by_kind(step):
     """Milliseconds of a step's kernels by KINDS, and those of the longest by name; how often the host waited or a copy
-    went to it, by the call's name."""
+    went to it, by the call's name; what of communication no other kernel covers, and what nothing runs in."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as made:
@@ -274,11 +287,41 @@ def by_kind(step):
         kind = next((k for k, pattern in KINDS.items() if re.search(pattern, event.key)), "other")
         kinds[kind] = kinds.get(kind, 0.0) + ms
         longest.append((round(ms, 3), event.key[:120]))
+    communication, others = [], []
+    for event in made.events():
+        on_device = event.device_type == torch.autograd.DeviceType.CUDA
+        if on_device and not getattr(event, "is_user_annotation", False):
+            which = communication if re.search(KINDS["communication"], event.name) else others
+            which.append((event.time_range.start, event.time_range.end))
     return {
+        **timeline(communication, others),
         "kinds": dict(sorted(kinds.items(), key=lambda k: -k[1])),
         "longest": sorted(longest, reverse=True)[:24],
         "waits": {key: count for key, count in waits.items() if count},
     }
+
+
+def timeline(communication, others):
+    """Milliseconds of intervals [(start, end)] in microseconds: communication, what of it `others` do not cover, and
+    where between the first and the last there is neither."""
+    every = communication + others
+    if not every:
+        return {}
+    busy, span = covered(every), max(e for _, e in every) - min(s for s, _ in every)
+    return {
+        "communication_ms": covered(communication) / 1e3,
+        "exposed_ms": (busy - covered(others)) / 1e3,
+        "idle_ms": (span - busy) / 1e3,
+    }
+
+
+def covered(intervals):
+    """The length of the union of intervals."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
 
 
 def gate(tiny, device):

@@ -1,7 +1,10 @@
 """The benchmark of a slice of the real decoder, at tiny sizes on the CPU: its gate holds and its rows come out."""
 
+import json
 import subprocess
 import sys
+
+from benchmarks.recipes.bench_slice import covered, timeline
 
 
 def test_tiny_slice():
@@ -17,3 +20,23 @@ def test_tiny_slice():
     rows = [line for line in lines if line.startswith("ours")]
     assert [row[30:45].strip() for row in rows] == ["16K", "32K heavy", "16K head", "128K heavy"]
     assert all("tokens/s" in row for row in rows)
+
+
+def test_tiny_slice_over_ranks(tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command = [*torchrun, "-m", "benchmarks.recipes.bench_slice_ranks", "--tiny", "--shapes", "heavy", "--steps", "1"]
+    done = subprocess.run([*command, "--json", tmp_path / "f.json"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = json.loads((tmp_path / "f.json").read_text())["rows"]
+    assert [row["mesh"] for row in rows] == ["one", "dp 2", "ep 2", "one", "cp 2", "cp 2 x ep 2"]
+    over = [row for row in rows if row["mesh"] != "one"]
+    assert all(abs(row["norm_ratio"] - 1) < 0.01 and row["values_error"] < 0.05 for row in over)
+    assert [row["tokens"] for row in rows] == [96] * 6
+    sent = {row["mesh"]: row["sent_mib"] for row in rows}
+    assert sent["dp 2"] == 0 < sent["cp 2"] < sent["cp 2 x ep 2"]
+
+
+def test_what_communication_is_not_covered():
+    found = timeline([(0, 4000), (6000, 9000)], [(1000, 2000), (3000, 7000), (11000, 12000)])
+    assert found == {"communication_ms": 7.0, "exposed_ms": 1.0 + 1.0 + 2.0, "idle_ms": 2.0}
+    assert covered([(0, 3), (1, 2), (2, 5), (7, 8)]) == 6
