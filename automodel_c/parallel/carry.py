@@ -3,10 +3,13 @@
 Rows on the CPU go by gloo, one tagged message from every rank to every other. Rows on a GPU go by NCCL where the group
 has it, which knows no tags: there the tagged messages go ahead of the rows, empty, over gloo, and the host waits until
 all ranks are in the same exchange, but never for the device. Where the group has no NCCL the rows themselves go by
-gloo, copied to the host and back, for which the host does wait.
+gloo, copied to the host and back, for which the host does wait. The communicator of a group whose ranks are all on one
+machine, and reach each other's memory, has windows (`nccl.Communicator.window`), and its rows go through those.
 """
 
 import functools
+import os
+import socket
 
 import torch
 from torch.distributed.distributed_c10d import _resolve_process_group
@@ -73,11 +76,61 @@ def _open(group, entered, device):
         alarms.until(lambda: alarms.shared_store().check([key]), entered)
         channel = nccl.Communicator(group, alarms.shared_store().get(key).decode(), device)
         alarms.until(channel.is_ready, entered)
+        if 1 < group.size() <= nccl.MOST_RANKS and os.environ.get("AM_WINDOWS") != "0":
+            _open_windows(channel, group, entered)
         return channel
     except Exception as error:
         nccl.abort(group)
         alarms.fail(entered, error)
         raise
+
+
+def _open_windows(channel, group, entered):
+    """Windows of all ranks for each of them, or none: where one cannot, all go on without."""
+    handle, machine = "", ""
+    try:
+        handle, machine = channel.window(), f"{socket.gethostname()} {_boot()}"
+    except (RuntimeError, NotImplementedError):  # no memory that is shared, or no IPC
+        pass
+    notes = _told(group, entered, "window", f"{handle}\n{machine}")
+    handles, machines = zip(*(note.split("\n") for note in notes), strict=True)
+    usable = all(handles) and len(set(machines)) == 1
+    try:
+        if usable:
+            channel.attach(handles)
+    except (RuntimeError, NotImplementedError):  # no way from GPU to GPU
+        usable = False
+    channel.has_windows = all(note == "True" for note in _told(group, entered, "attached", str(usable)))
+    if handle and not channel.has_windows:
+        channel.attach([])
+
+
+def _told(group, entered, what, note):
+    """What every rank says, in the order of ranks."""
+    keys = [f"{entered.key}/{what}/{rank}" for rank in range(group.size())]
+    store = alarms.shared_store()
+    store.set(keys[group.rank()], note)
+    alarms.until(lambda: store.check(keys), entered)
+    return [store.get(key).decode() for key in keys]
+
+
+def _boot():
+    """Which start of which machine this is: names of machines repeat."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+def channel_of(group, device, words):
+    """The communicator of a group that has NCCL, opened by its first call, for which all ranks come together."""
+    found = nccl.communicator(group)
+    if found is None:
+        entered = alarms.enter(group, words)
+        alarms.meet(entered)
+        found = _open(group, entered, device)
+    return found
 
 
 def _post(group, incoming, outgoing, tag):

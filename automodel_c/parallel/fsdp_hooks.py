@@ -2,8 +2,9 @@
 
 FSDP2 hands a unit's gradients to the reduce-scatter as one flat buffer of R equal slices, padded where a parameter does
 not divide. Each rank receives its slice from everyone (one all-to-all) and adds the R parts with
-``_amcore.comm_reduce_parts``. The result is repeatable to the bit, equals the slice of an all-reduce, and never rounds
-between two additions, whatever dtype travels.
+``_amcore.comm_reduce_parts``; between the GPUs of one machine ``_amcore.comm_sum`` does both, piece by piece. The
+result is repeatable to the bit, equals the slice of an all-reduce, and never rounds between two additions, whatever
+dtype travels.
 """
 
 import torch
@@ -12,7 +13,9 @@ from torch.autograd.graph import increment_version
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from automodel_c import _amcore
+from automodel_c.parallel import nccl
 from automodel_c.parallel.bf16_shards import Bf16Shards
+from automodel_c.parallel.carry import channel_of, has_nccl
 from automodel_c.parallel.fsdp_units import CompleteGradients, param_group, units
 
 _gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the latter: torch 2.11
@@ -70,17 +73,27 @@ class ReduceParts(_Allocates, ReduceScatter):
             raise ValueError("ReduceParts: async_op is not supported: the sum is begun before the call returns")
         scale = scale_of(op, group.size())
         sent = input_tensor.to(self.wire_dtype or input_tensor.dtype)
-        parts = torch.empty_like(sent)
-        dist.all_to_all_single(parts, sent, group=group)
-        parts = parts.view(group.size(), -1)
         if self.bf16_shards.wanted():
             total = torch.empty(output_tensor.shape, dtype=torch.float32, device=output_tensor.device)
-            _amcore.comm_reduce_parts(total, parts, scale=scale)
+            _sum_parts(total, sent, group, scale)
             output_tensor.copy_(self.bf16_shards.accumulate(total))
         else:
-            _amcore.comm_reduce_parts(output_tensor, parts, scale=scale)
+            _sum_parts(output_tensor, sent, group, scale)
             increment_version(output_tensor)
         return None
+
+
+def _sum_parts(out, sent, group, scale):
+    """out [n] = scale * the sum of every rank's slice for this one, in the order of ranks; sent [R * n]."""
+    if sent.is_cuda and 1 < group.size() <= nccl.MOST_RANKS and has_nccl(group):
+        channel = channel_of(group, sent.device, "the first reduce-scatter")
+        if channel.has_windows:
+            channel.sum(out, sent.view(group.size(), -1), scale)
+            channel.join(out)
+            return
+    parts = torch.empty_like(sent)
+    dist.all_to_all_single(parts, sent, group=group)
+    _amcore.comm_reduce_parts(out, parts.view(group.size(), -1), scale=scale)
 
 
 def scale_of(op, world):

@@ -13,6 +13,9 @@ from automodel_c import _amcore
 
 os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
 
+CHUNK, PLACES, ALL_PLACES = 16 << 20, 4, 256 << 20  # bytes of a place in a window, of all places for every peer at most
+MOST_RANKS = 16  # that share windows
+
 waiting = None  # since when the host has waited for its peers to come to an exchange
 _open = weakref.WeakKeyDictionary()  # process group -> its Communicator
 
@@ -23,6 +26,8 @@ class Communicator:
     def __init__(self, group, id, device):
         self.number = _amcore.comm_open(id, rank=group.rank(), ranks=group.size(), device=device.index)
         self.since = None  # of the last exchange
+        self.has_windows = False
+        self._ranks = group.size()
         self._held = []  # what exchanges read and write: freed before `join`, it would be given to others meanwhile
         _open[group] = self
         close = weakref.finalize(self, _amcore.comm_close, self.number, abort=False)
@@ -39,6 +44,21 @@ class Communicator:
         _amcore.comm_exchange(
             arriving, sent, comm=self.number, send_bytes=send_bytes, receive_bytes=receive_bytes
         )  # fmt: skip
+
+    def window(self):
+        """Memory that the other ranks of this machine write into: its handle, for `attach` on every rank."""
+        chunk = min(CHUNK, ALL_PLACES // (PLACES * (self._ranks - 1)))
+        return _amcore.comm_window(self.number, chunk=chunk // 4096 * 4096)
+
+    def attach(self, handles):
+        """Maps the windows of all ranks."""
+        _amcore.comm_attach(self.number, handles="".join(handles))
+
+    def sum(self, out, sent, scale):
+        """out [n] = scale * the sum of every rank's row for this one, sent [ranks, n]; needs windows. As `exchange`."""
+        self.since = time.monotonic()
+        self._held += out, sent
+        _amcore.comm_sum(out, sent, comm=self.number, scale=scale)
 
     def join(self, arriving):
         """The current stream waits for all that `exchange` began."""

@@ -44,27 +44,25 @@ typedef struct reduce_job {
     int64_t stride;
 } reduce_job;
 
-static am_status check(const am_comm_reduce_parts_args *a)
+am_status am_comm_check_parts(const char *fn, const char *name, const am_tensor *out, const am_tensor *parts,
+                              double scale)
 {
-    const am_tensor *const out = &a->out, *const parts = &a->parts;
     AM_CHECK(out->dtype == AM_F32 || out->dtype == AM_BF16, AM_ERR_DTYPE,
-             "comm_reduce_parts: out is %s, float32 or bfloat16 is needed", am_dtype_name(out->dtype));
+             "%s: out is %s, float32 or bfloat16 is needed", fn, am_dtype_name(out->dtype));
     AM_CHECK(parts->dtype == AM_F32 || parts->dtype == AM_BF16, AM_ERR_DTYPE,
-             "comm_reduce_parts: parts is %s, float32 or bfloat16 is needed", am_dtype_name(parts->dtype));
-    AM_CHECK(out->ndim == 1, AM_ERR_SHAPE, "comm_reduce_parts: out has %d axes, 1 is needed", out->ndim);
-    AM_CHECK(parts->ndim == 2, AM_ERR_SHAPE, "comm_reduce_parts: parts has %d axes, 2 are needed", parts->ndim);
-    AM_CHECK(parts->shape[0] >= 1, AM_ERR_SHAPE, "comm_reduce_parts: parts has %lld rows, at least 1 is needed",
+             "%s: %s is %s, float32 or bfloat16 is needed", fn, name, am_dtype_name(parts->dtype));
+    AM_CHECK(out->ndim == 1, AM_ERR_SHAPE, "%s: out has %d axes, 1 is needed", fn, out->ndim);
+    AM_CHECK(parts->ndim == 2, AM_ERR_SHAPE, "%s: %s has %d axes, 2 are needed", fn, name, parts->ndim);
+    AM_CHECK(parts->shape[0] >= 1, AM_ERR_SHAPE, "%s: %s has %lld rows, at least 1 is needed", fn, name,
              (long long)parts->shape[0]);
-    AM_CHECK(parts->shape[1] == out->shape[0], AM_ERR_SHAPE,
-             "comm_reduce_parts: a row of parts has %lld elements, out has %lld", (long long)parts->shape[1],
-             (long long)out->shape[0]);
-    AM_CHECK(out->shape[0] <= 1 || out->stride[0] == 1, AM_ERR_ARG,
-             "comm_reduce_parts: out has stride %lld, 1 is needed", (long long)out->stride[0]);
+    AM_CHECK(parts->shape[1] == out->shape[0], AM_ERR_SHAPE, "%s: a row of %s has %lld elements, out has %lld", fn,
+             name, (long long)parts->shape[1], (long long)out->shape[0]);
+    AM_CHECK(out->shape[0] <= 1 || out->stride[0] == 1, AM_ERR_ARG, "%s: out has stride %lld, 1 is needed", fn,
+             (long long)out->stride[0]);
     AM_CHECK(out->shape[0] <= 1 || parts->stride[1] == 1, AM_ERR_ARG,
-             "comm_reduce_parts: the last axis of parts has stride %lld, 1 is needed", (long long)parts->stride[1]);
-    AM_CHECK(isfinite((float)a->scale), AM_ERR_ARG, "comm_reduce_parts: scale is %g, a finite float32 is needed",
-             a->scale);
-    AM_CHECK(!am_overlaps(out, parts), AM_ERR_ARG, "comm_reduce_parts: out and parts share memory");
+             "%s: the last axis of %s has stride %lld, 1 is needed", fn, name, (long long)parts->stride[1]);
+    AM_CHECK(isfinite((float)scale), AM_ERR_ARG, "%s: scale is %g, a finite float32 is needed", fn, scale);
+    AM_CHECK(!am_overlaps(out, parts), AM_ERR_ARG, "%s: out and %s share memory", fn, name);
     return AM_OK;
 }
 
@@ -79,7 +77,7 @@ static void reduce_range(int64_t begin, int64_t end, void *ctx)
 
 am_status am_comm_reduce_parts(const am_comm_reduce_parts_args *a, const am_exec *ex)
 {
-    AM_TRY(check(a));
+    AM_TRY(am_comm_check_parts("comm_reduce_parts", "parts", &a->out, &a->parts, a->scale));
     if (am_numel(&a->out) == 0)
         return AM_OK;
     if (ex->dev == AM_DEV_CUDA)

@@ -27,7 +27,7 @@ typedef struct am_comm_reduce_parts_args {
 
 am_status am_comm_reduce_parts(const am_comm_reduce_parts_args *a, const am_exec *ex);
 
-enum { AM_COMM_ID = 128 };
+enum { AM_COMM_ID = 128, AM_COMM_HANDLE = 192, AM_COMM_WINDOW_RANKS = 16 };
 
 typedef struct am_comm_id_args {
     char id[2 * AM_COMM_ID + 1]; /* out: hexadecimal */
@@ -54,6 +54,24 @@ typedef struct am_comm_exchange_args {
     int64_t comm;
 } am_comm_exchange_args;
 
+typedef struct am_comm_window_args {
+    int64_t comm, chunk;             /* chunk: bytes, a positive multiple of 4,096 */
+    char handle[AM_COMM_HANDLE + 1]; /* out */
+} am_comm_window_args;
+
+typedef struct am_comm_attach_args {
+    int64_t comm;
+    const char *handles; /* of all ranks, side by side, this one's among them; "": no windows after all */
+} am_comm_attach_args;
+
+/* out[i] = scale * sum over ranks of their sent[rank of this one][i], as comm_reduce_parts adds. */
+typedef struct am_comm_sum_args {
+    am_tensor out;  /* [n] f32 or bf16, contiguous, out; shares no memory with sent */
+    am_tensor sent; /* [ranks, n] f32 or bf16, last axis contiguous, in; n the same on every rank */
+    int64_t comm;
+    double scale;
+} am_comm_sum_args;
+
 typedef struct am_comm_join_args {
     am_tensor arriving; /* tells the stream */
     int64_t comm;
@@ -69,14 +87,24 @@ am_status am_comm_id(am_comm_id_args *a, const am_exec *ex);
 am_status am_comm_open(am_comm_open_args *a, const am_exec *ex);
 am_status am_comm_state(am_comm_state_args *a, const am_exec *ex);
 am_status am_comm_exchange(const am_comm_exchange_args *a, const am_exec *ex);
+am_status am_comm_window(am_comm_window_args *a, const am_exec *ex);
+am_status am_comm_attach(const am_comm_attach_args *a, const am_exec *ex);
+am_status am_comm_sum(const am_comm_sum_args *a, const am_exec *ex);
 am_status am_comm_join(const am_comm_join_args *a, const am_exec *ex);
 am_status am_comm_close(const am_comm_close_args *a, const am_exec *ex);
+
+/* What comm_reduce_parts and comm_sum ask of their tensors. */
+am_status am_comm_check_parts(const char *fn, const char *name, const am_tensor *out, const am_tensor *parts,
+                              double scale);
 
 am_status am_cuda_comm_reduce_parts(const am_comm_reduce_parts_args *a, const am_exec *ex);
 am_status am_cuda_comm_id(am_comm_id_args *a);
 am_status am_cuda_comm_open(am_comm_open_args *a);
 am_status am_cuda_comm_state(am_comm_state_args *a);
 am_status am_cuda_comm_exchange(const am_comm_exchange_args *a, const am_exec *ex);
+am_status am_cuda_comm_window(am_comm_window_args *a);
+am_status am_cuda_comm_attach(const am_comm_attach_args *a);
+am_status am_cuda_comm_sum(const am_comm_sum_args *a, const am_exec *ex);
 am_status am_cuda_comm_join(const am_comm_join_args *a, const am_exec *ex);
 am_status am_cuda_comm_close(const am_comm_close_args *a);
 

@@ -7,6 +7,9 @@
 #define am_cuda_comm_open(a) am_no_cuda("comm_open")
 #define am_cuda_comm_state(a) am_no_cuda("comm_state")
 #define am_cuda_comm_exchange(a, ex) am_no_cuda("comm_exchange")
+#define am_cuda_comm_window(a) am_no_cuda("comm_window")
+#define am_cuda_comm_attach(a) am_no_cuda("comm_attach")
+#define am_cuda_comm_sum(a, ex) am_no_cuda("comm_sum")
 #define am_cuda_comm_join(a, ex) am_no_cuda("comm_join")
 #define am_cuda_comm_close(a) am_no_cuda("comm_close")
 #endif
@@ -60,6 +63,29 @@ am_status am_comm_exchange(const am_comm_exchange_args *a, const am_exec *ex)
     AM_CHECK(!am_overlaps(&a->arriving, &a->sent), AM_ERR_ARG, "comm_exchange: arriving and sent share memory");
     AM_CHECK(ex->dev == AM_DEV_CUDA, AM_ERR_UNSUPPORTED, "comm_exchange: NCCL carries what is on CUDA, not on the CPU");
     return am_cuda_comm_exchange(a, ex);
+}
+
+am_status am_comm_window(am_comm_window_args *a, const am_exec *ex)
+{
+    (void)ex;
+    AM_CHECK(a->chunk > 0 && a->chunk % 4096 == 0 && a->chunk <= (int64_t)1 << 32, AM_ERR_ARG,
+             "comm_window: chunk is %lld, a multiple of 4096 is needed", (long long)a->chunk);
+    return am_cuda_comm_window(a);
+}
+
+am_status am_comm_attach(const am_comm_attach_args *a, const am_exec *ex)
+{
+    (void)ex;
+    AM_CHECK(strlen(a->handles) % AM_COMM_HANDLE == 0, AM_ERR_ARG,
+             "comm_attach: handles has %zu letters, each rank's has %d", strlen(a->handles), AM_COMM_HANDLE);
+    return am_cuda_comm_attach(a);
+}
+
+am_status am_comm_sum(const am_comm_sum_args *a, const am_exec *ex)
+{
+    AM_TRY(am_comm_check_parts("comm_sum", "sent", &a->out, &a->sent, a->scale));
+    AM_CHECK(ex->dev == AM_DEV_CUDA, AM_ERR_UNSUPPORTED, "comm_sum: windows are on CUDA, sent is on the CPU");
+    return am_cuda_comm_sum(a, ex);
 }
 
 am_status am_comm_join(const am_comm_join_args *a, const am_exec *ex)

@@ -1,6 +1,7 @@
 """What a rank does in the tests of several ranks on GPUs."""
 
 import functools
+import itertools
 import os
 import signal
 import time
@@ -8,8 +9,9 @@ import time
 import torch
 import torch.distributed as dist
 
+from automodel_c import _amcore
 from automodel_c.models import qwen3_5
-from automodel_c.parallel import ContextParallel, RankFailure, exchange, faults, nccl, shard_vision, wire
+from automodel_c.parallel import ContextParallel, RankFailure, carry, exchange, faults, nccl, shard_vision, wire
 from automodel_c.parallel import attention as cp_attention
 from automodel_c.parallel.exchange import Route
 from tests.models import packs
@@ -124,6 +126,50 @@ def tower():
 def outcomes(names, culprit):
     """As of tests.parallel.test_disagreements, what this rank raised, and that the device is not held up."""
     return test_disagreements.outcomes(names, culprit, after=torch.cuda.synchronize)
+
+
+def sums(dtypes, sizes):
+    """Whether this rank's sums through windows have the bits of comm_reduce_parts on the CPU, piece by piece or not."""
+    group, same = dist.group.WORLD, []
+    channel = carry.channel_of(group, here(), "sums")
+    assert channel.has_windows
+    for dtype, out_dtype, n in itertools.product(dtypes, dtypes, sizes):
+        sent = [torch.randn(2, n, generator=torch.Generator().manual_seed(n + r)).to(dtype) for r in range(2)]
+        out = torch.empty(n, dtype=out_dtype, device=here())
+        channel.sum(out, sent[group.rank()].to(here()), 0.3)
+        channel.join(out)
+        expected = torch.empty(n, dtype=out_dtype)
+        _amcore.comm_reduce_parts(expected, torch.stack([s[group.rank()] for s in sent]), scale=0.3)
+        same.append(torch.equal(out.cpu(), expected))
+    return same
+
+
+def use_windows(whether):
+    os.environ["AM_WINDOWS"] = whether
+
+
+def has_windows():
+    return nccl.communicator(dist.group.WORLD).has_windows
+
+
+def long_messages(sizes):
+    """Whether messages of several pieces arrive whole, both ways at once, one way alone, one after another."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    channel = carry.channel_of(group, here(), "messages")
+    for n, ways in itertools.product(sizes, ((1, 1), (1, 0), (0, 1))):
+        to, of = n * ways[rank], n * ways[1 - rank]
+        sent = torch.randint(0, 255, (to,), dtype=torch.uint8, device=here(), generator=None)
+        sent[: min(to, 8)] = rank
+        arriving = torch.full((of,), 77, dtype=torch.uint8, device=here())
+        peer = lambda bytes: [bytes * (r != rank) for r in range(2)]  # noqa: E731
+        channel.exchange(arriving, sent, peer(to), peer(of))
+        channel.join(arriving)
+        sums = torch.zeros(2, dtype=torch.int64, device=here())
+        sums[rank] = (sent.long() * (torch.arange(to, device=here()) % 8191 + 1)).sum()
+        dist.all_reduce(sums)
+        own = (arriving.long() * (torch.arange(of, device=here()) % 8191 + 1)).sum()
+        assert int(own) == int(sums[1 - rank]), (n, ways)
+    return True
 
 
 def stress(seconds):

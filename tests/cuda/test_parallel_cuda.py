@@ -179,6 +179,26 @@ DIFFERENT = [
 ]  # fmt: skip
 
 
+def test_sums_through_windows(by_nccl):
+    for same in by_nccl.run(worker.sums, [F32, BF16], [0, 1, 1000, 4099, (1 << 23) + 64, 50_000_001], timeout=120):
+        assert same == [True] * 24
+
+
+def test_long_messages(by_nccl):
+    assert by_nccl.run(worker.long_messages, [1, 4097, 16 << 20, (100 << 20) + 3]) == [True, True]
+
+
+@pytest.mark.parametrize("windows", ["0", "1"])
+def test_rows_with_and_without_windows(windows, seed):
+    pool = pool_of("nccl")
+    try:
+        pool.run(worker.use_windows, windows)
+        assert pool.run(worker.rows_and_gradients, [F32, BF16], seed) == [[True] * 2] * 2
+        assert pool.run(worker.has_windows) == [windows == "1"] * 2
+    finally:
+        pool.close()
+
+
 def test_a_rank_that_differs_is_named_by_both(by_nccl):
     found = by_nccl.run(worker.outcomes, DIFFERENT, 1, timeout=240)
     wrong = [

@@ -191,6 +191,14 @@ def nccl_calls():
     ):
         options = {"comm": 1, "send_bytes": bytes_, "receive_bytes": [0, 16]}
         yield Call("comm_exchange", label, lambda s=sent, o=options: ((torch.zeros(4), s), o), error)
+    yield Call("comm_window", "chunk", lambda: ((1,), {"chunk": 100}), ValueError)
+    yield Call("comm_attach", "letters", lambda: ((1,), {"handles": "ab"}), ValueError)
+    for label, sent, error in (
+        ("cpu", torch.zeros(2, 4), NotImplementedError),
+        ("axes", torch.zeros(8), ValueError),
+        ("dtype", torch.zeros(2, 4, dtype=torch.float64), TypeError),
+    ):
+        yield Call("comm_sum", label, lambda s=sent: ((torch.zeros(4), s), {"comm": 1, "scale": 1.0}), error)
     yield Call("comm_join", "cpu", lambda: ((torch.zeros(4),), {"comm": 1}), NotImplementedError)
 
 

@@ -125,6 +125,24 @@ def test_reduce_parts_refuses(call, error, words):
     assert torch.equal(out, torch.full((8,), 7.0)) and torch.equal(parts, torch.ones(2, 8))
 
 
+@pytest.mark.parametrize(("call", "error", "words"), REFUSED.values(), ids=REFUSED)
+def test_sum_refuses(call, error, words):
+    """As comm_reduce_parts, whose parts are called sent here; before it looks for its communicator."""
+    o, p, scale = call(torch.full((8,), 7.0), torch.ones(2, 8))
+    with pytest.raises(error, match=words.replace("parts", "sent")):
+        _amcore.comm_sum(o, p, comm=1, scale=scale)
+
+
+def test_windows_refuse():
+    with pytest.raises(NotImplementedError, match="comm_sum: windows are on CUDA, sent is on the CPU"):
+        _amcore.comm_sum(torch.zeros(4), torch.zeros(2, 4), comm=1, scale=1.0)
+    for chunk in (0, -4096, 4097, 1 << 40):
+        with pytest.raises(ValueError, match=f"comm_window: chunk is {chunk}, a multiple of 4096"):
+            _amcore.comm_window(1, chunk=chunk)
+    with pytest.raises(ValueError, match="comm_attach: handles has 191 letters, each rank's has 192"):
+        _amcore.comm_attach(1, handles="a" * 191)
+
+
 @pytest.mark.cuda
 def test_reduce_parts_on_cuda():
     with pytest.raises(NotImplementedError, match="CPU kernel only"):

@@ -6,8 +6,9 @@
  *
  * The exchange: ready is recorded on the caller's stream, the side stream waits for it, sends and receives, and records
  * done, which comm_join has the caller's stream wait for. All exchanges of a communicator are on its one side stream,
- * in the order of the calls, so that one event of each kind is enough. Nothing waits on the host and nothing spins but
- * NCCL's own kernel while its bytes travel.
+ * in the order of the calls, so that one event of each kind is enough. With a window (window.h) its puts take that
+ * stream, and what arrives is taken on a second one. Nothing waits on the host and nothing spins but NCCL's own kernel
+ * while its bytes travel.
  */
 #include <pthread.h>
 #include <stdio.h>
@@ -16,6 +17,7 @@
 
 #include "nccl_abi.h"
 #include "on_device.h"
+#include "window.h"
 
 extern "C" {
 #include "am_dl.h"
@@ -46,8 +48,9 @@ struct Comm {
     bool sent; /* done was recorded */
     nccl_id id;
     nccl_handle handle;
-    cudaStream_t side;
-    cudaEvent_t ready, done;
+    cudaStream_t side, take;
+    cudaEvent_t ready, done, taken;
+    window::Window *window;
     char trouble[256];
 };
 
@@ -143,8 +146,10 @@ am_status make_streams(Comm *c)
     int low = 0, high = 0;
     AM_CUDA(cudaDeviceGetStreamPriorityRange(&low, &high));
     AM_CUDA(cudaStreamCreateWithPriority(&c->side, cudaStreamNonBlocking, high));
+    AM_CUDA(cudaStreamCreateWithPriority(&c->take, cudaStreamNonBlocking, high));
     AM_CUDA(cudaEventCreateWithFlags(&c->ready, cudaEventDisableTiming));
     AM_CUDA(cudaEventCreateWithFlags(&c->done, cudaEventDisableTiming));
+    AM_CUDA(cudaEventCreateWithFlags(&c->taken, cudaEventDisableTiming));
     return AM_OK;
 }
 
@@ -170,6 +175,23 @@ bool wait_for_users(Comm *c)
     return false;
 }
 
+/* Of an event, from a thread that may be another than one that captures a graph, which a query would spoil. */
+cudaError_t query(cudaEvent_t event)
+{
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    (void)cudaThreadExchangeStreamCaptureMode(&mode);
+    const cudaError_t found = cudaEventQuery(event);
+    (void)cudaThreadExchangeStreamCaptureMode(&mode);
+    return found;
+}
+
+/* Of what was begun last; what was taken counts where all was put. */
+cudaError_t query_both(const Comm *c)
+{
+    const cudaError_t found = query(c->done);
+    return found == cudaSuccess ? query(c->taken) : found;
+}
+
 /* Of a communicator that is being closed, and frees its slot. Errors say nothing that its user would not have met. */
 void destroy(Comm *c, bool abort)
 {
@@ -178,12 +200,14 @@ void destroy(Comm *c, bool abort)
         (void)(abort ? nccl.end(c->handle) : nccl.destroy(c->handle));
     if (!wait_for_users(c))
         return; /* one that NCCL does not let go has the rest, slot included, for good */
-    if (c->ready)
-        (void)cudaEventDestroy(c->ready);
-    if (c->done)
-        (void)cudaEventDestroy(c->done);
-    if (c->side)
-        (void)cudaStreamDestroy(c->side);
+    if (c->window && (!c->sent || query_both(c) == cudaSuccess)) /* else a stream may look at it still */
+        window::destroy(c->window);
+    for (const cudaEvent_t event : {c->ready, c->done, c->taken})
+        if (event)
+            (void)cudaEventDestroy(event);
+    for (const cudaStream_t stream : {c->side, c->take})
+        if (stream)
+            (void)cudaStreamDestroy(stream);
     pthread_mutex_lock(&lock);
     *c = {};
     pthread_mutex_unlock(&lock);
@@ -253,52 +277,127 @@ am_status post(const am_comm_exchange_args *a, Comm *c)
     return AM_OK;
 }
 
-am_status exchange(const am_comm_exchange_args *a, Comm *c, cudaStream_t stream)
+/* What is on the caller's stream so far comes before what is begun now. */
+am_status begin(Comm *c, cudaStream_t stream)
 {
+    cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
+    AM_CUDA(cudaStreamIsCapturing(stream, &capturing));
+    AM_CHECK(capturing == cudaStreamCaptureStatusNone, AM_ERR_UNSUPPORTED,
+             "what travels between ranks cannot be captured in a CUDA graph");
     AM_CUDA(cudaEventRecord(c->ready, stream));
     AM_CUDA(cudaStreamWaitEvent(c->side, c->ready, 0));
-    NCCL(nccl.group_start());
-    const am_status st = post(a, c);
-    const nccl_status ended = nccl.group_end();
-    AM_TRY(st);
-    if (ended != 0)
-        return failed("ncclGroupEnd", ended);
+    if (c->window)
+        AM_CUDA(cudaStreamWaitEvent(c->take, c->ready, 0));
+    return AM_OK;
+}
+
+am_status ended(Comm *c)
+{
     AM_CUDA(cudaEventRecord(c->done, c->side));
+    AM_CUDA(cudaEventRecord(c->taken, c->take));
     c->sent = true;
     return AM_OK;
 }
 
-am_status check_ready(const am_comm_exchange_args *a, const Comm *c, const am_exec *ex)
+am_status exchange(const am_comm_exchange_args *a, Comm *c, cudaStream_t stream)
 {
-    AM_CHECK(c->state == kReady, AM_ERR_ARG, "comm_exchange: communicator %lld is not open yet", (long long)a->comm);
-    AM_CHECK(a->send_bytes.n == c->ranks, AM_ERR_SHAPE,
-             "comm_exchange: send_bytes has %lld numbers, there are %d ranks", (long long)a->send_bytes.n, c->ranks);
-    AM_CHECK(a->send_bytes.data[c->rank] == 0 && a->receive_bytes.data[c->rank] == 0, AM_ERR_ARG,
-             "comm_exchange: rank %d sends to itself", c->rank);
-    AM_CHECK(ex->dev_index == c->device, AM_ERR_DEVICE, "comm_exchange: arriving is on cuda:%d, the communicator on %d",
+    AM_TRY(begin(c, stream));
+    if (window::is_attached(c->window)) {
+        AM_TRY(window::exchange(c->window, a, {c->side, c->take}));
+        return ended(c);
+    }
+    NCCL(nccl.group_start());
+    const am_status st = post(a, c);
+    const nccl_status status = nccl.group_end();
+    AM_TRY(st);
+    if (status != 0)
+        return failed("ncclGroupEnd", status);
+    return ended(c);
+}
+
+am_status sum(const am_comm_sum_args *a, Comm *c, cudaStream_t stream)
+{
+    AM_TRY(begin(c, stream));
+    AM_TRY(window::sum(c->window, a, {c->side, c->take}));
+    return ended(c);
+}
+
+am_status check_open(const char *fn, const Comm *c)
+{
+    AM_CHECK(c->state == kReady, AM_ERR_ARG, "%s: communicator %lld is not open yet", fn, (long long)c->number);
+    return AM_OK;
+}
+
+am_status check_device(const char *fn, const char *name, const Comm *c, const am_exec *ex)
+{
+    AM_CHECK(ex->dev_index == c->device, AM_ERR_DEVICE, "%s: %s is on cuda:%d, the communicator on %d", fn, name,
              ex->dev_index, c->device);
     return AM_OK;
 }
 
-am_status exchange_on(const am_comm_exchange_args *a, Comm *c, const am_exec *ex)
+am_status check_exchange(const am_comm_exchange_args *a, const Comm *c, const am_exec *ex)
+{
+    AM_TRY(check_open("comm_exchange", c));
+    AM_CHECK(a->send_bytes.n == c->ranks, AM_ERR_SHAPE,
+             "comm_exchange: send_bytes has %lld numbers, there are %d ranks", (long long)a->send_bytes.n, c->ranks);
+    AM_CHECK(a->send_bytes.data[c->rank] == 0 && a->receive_bytes.data[c->rank] == 0, AM_ERR_ARG,
+             "comm_exchange: rank %d sends to itself", c->rank);
+    return check_device("comm_exchange", "arriving", c, ex);
+}
+
+am_status check_sum(const am_comm_sum_args *a, const Comm *c, const am_exec *ex)
+{
+    AM_TRY(check_open("comm_sum", c));
+    AM_CHECK(window::is_attached(c->window), AM_ERR_UNSUPPORTED, "comm_sum: communicator %lld has no windows",
+             (long long)a->comm);
+    AM_CHECK(a->sent.shape[0] == c->ranks, AM_ERR_SHAPE, "comm_sum: sent has %lld rows, there are %d ranks",
+             (long long)a->sent.shape[0], c->ranks);
+    return check_device("comm_sum", "sent", c, ex);
+}
+
+template <typename Call> am_status with_device(const Comm *c, const Call &call)
 {
     int before = 0;
-    AM_TRY(check_ready(a, c, ex));
     AM_CUDA(cudaGetDevice(&before));
     AM_CUDA(cudaSetDevice(c->device));
-    const am_status st = exchange(a, c, static_cast<cudaStream_t>(ex->stream));
+    const am_status st = call();
     AM_CUDA(cudaSetDevice(before));
     return st;
 }
 
-/* Of an event, from a thread that may be another than one that captures a graph, which a query would spoil. */
-cudaError_t query(cudaEvent_t event)
+am_status make_window(am_comm_window_args *a, Comm *c)
 {
-    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-    (void)cudaThreadExchangeStreamCaptureMode(&mode);
-    const cudaError_t found = cudaEventQuery(event);
-    (void)cudaThreadExchangeStreamCaptureMode(&mode);
-    return found;
+    AM_TRY(check_open("comm_window", c));
+    AM_CHECK(c->window == nullptr, AM_ERR_ARG, "comm_window: communicator %lld has one", (long long)a->comm);
+    AM_CHECK(c->ranks >= 2 && c->ranks <= AM_COMM_WINDOW_RANKS, AM_ERR_UNSUPPORTED,
+             "comm_window: %d ranks; 2 to %d share windows", c->ranks, AM_COMM_WINDOW_RANKS);
+    return with_device(c, [&] { return window::make(c->rank, c->ranks, a->chunk, &c->window, a->handle); });
+}
+
+am_status attach(const am_comm_attach_args *a, Comm *c)
+{
+    AM_TRY(check_open("comm_attach", c));
+    AM_CHECK(c->window != nullptr && (!*a->handles || !window::is_attached(c->window)), AM_ERR_ARG,
+             "comm_attach: communicator %lld has no window, or is attached", (long long)a->comm);
+    if (!*a->handles) {
+        window::destroy(c->window);
+        c->window = nullptr;
+        return AM_OK;
+    }
+    AM_CHECK(strlen(a->handles) == static_cast<size_t>(c->ranks) * AM_COMM_HANDLE, AM_ERR_SHAPE,
+             "comm_attach: handles has %zu letters, %d ranks have %d each", strlen(a->handles), c->ranks,
+             AM_COMM_HANDLE);
+    return with_device(c, [&] { return window::attach(c->window, a->handles); });
+}
+
+template <typename Args, typename Call>
+am_status using_comm(const char *fn, const Args *a, const Call &call)
+{
+    Comm *c;
+    AM_TRY(acquire(fn, a->comm, &c));
+    const am_status st = call(c);
+    release(c);
+    return st;
 }
 
 am_status look(am_comm_state_args *a, Comm *c)
@@ -311,7 +410,7 @@ am_status look(am_comm_state_args *a, Comm *c)
     if (wrong != 0 && wrong != NCCL_IN_PROGRESS)
         return failed("ncclCommGetAsyncError", wrong);
     if (c->sent) {
-        const cudaError_t found = query(c->done);
+        const cudaError_t found = query_both(c);
         a->pending = found == cudaErrorNotReady;
         if (!a->pending)
             AM_CUDA(found);
@@ -331,13 +430,16 @@ bool claim(int64_t number, Comm **out)
     return mine;
 }
 
-/* Whether what it sent has arrived, in the end. */
-bool settle(const Comm *c)
+/* Whether what it sent has arrived, in the end; `give_up`: with every wait of a window ended, again and again, since a
+ * peer may still tell of its messages. */
+bool settle(const Comm *c, bool give_up)
 {
     const timespec pause = {0, 1000000};
     cudaError_t found = c->sent ? cudaErrorNotReady : cudaSuccess;
     for (int n = 0; n < kPatience && found == cudaErrorNotReady; n++) {
-        found = query(c->done);
+        if (give_up)
+            window::release(c->window);
+        found = query_both(c);
         if (found == cudaErrorNotReady)
             (void)nanosleep(&pause, nullptr);
     }
@@ -376,31 +478,44 @@ extern "C" am_status am_cuda_comm_open(am_comm_open_args *a)
 
 extern "C" am_status am_cuda_comm_state(am_comm_state_args *a)
 {
-    Comm *c;
-    AM_TRY(acquire("comm_state", a->comm, &c));
-    const am_status st = look(a, c);
-    release(c);
-    return st;
+    return using_comm("comm_state", a, [&](Comm *c) { return look(a, c); });
 }
 
 extern "C" am_status am_cuda_comm_exchange(const am_comm_exchange_args *a, const am_exec *ex)
 {
-    Comm *c;
-    AM_TRY(acquire("comm_exchange", a->comm, &c));
-    const am_status st = exchange_on(a, c, ex);
-    release(c);
-    return st;
+    return using_comm("comm_exchange", a, [&](Comm *c) {
+        AM_TRY(check_exchange(a, c, ex));
+        return with_device(c, [&] { return exchange(a, c, static_cast<cudaStream_t>(ex->stream)); });
+    });
+}
+
+extern "C" am_status am_cuda_comm_sum(const am_comm_sum_args *a, const am_exec *ex)
+{
+    return using_comm("comm_sum", a, [&](Comm *c) {
+        AM_TRY(check_sum(a, c, ex));
+        return with_device(c, [&] { return sum(a, c, static_cast<cudaStream_t>(ex->stream)); });
+    });
+}
+
+extern "C" am_status am_cuda_comm_window(am_comm_window_args *a)
+{
+    return using_comm("comm_window", a, [&](Comm *c) { return make_window(a, c); });
+}
+
+extern "C" am_status am_cuda_comm_attach(const am_comm_attach_args *a)
+{
+    return using_comm("comm_attach", a, [&](Comm *c) { return attach(a, c); });
 }
 
 extern "C" am_status am_cuda_comm_join(const am_comm_join_args *a, const am_exec *ex)
 {
-    Comm *c;
-    AM_TRY(acquire("comm_join", a->comm, &c));
-    const cudaError_t wrong =
-        c->sent ? cudaStreamWaitEvent(static_cast<cudaStream_t>(ex->stream), c->done, 0) : cudaSuccess;
-    release(c);
-    AM_CUDA(wrong);
-    return AM_OK;
+    return using_comm("comm_join", a, [&](Comm *c) {
+        if (!c->sent)
+            return AM_OK;
+        AM_CUDA(cudaStreamWaitEvent(static_cast<cudaStream_t>(ex->stream), c->done, 0));
+        AM_CUDA(cudaStreamWaitEvent(static_cast<cudaStream_t>(ex->stream), c->taken, 0));
+        return AM_OK;
+    });
 }
 
 extern "C" am_status am_cuda_comm_close(const am_comm_close_args *a)
@@ -410,8 +525,10 @@ extern "C" am_status am_cuda_comm_close(const am_comm_close_args *a)
         return AM_OK;
     int before = 0;
     const bool known = cudaGetDevice(&before) == cudaSuccess;
+    if (a->abort && c->window)
+        (void)settle(c, true);
     const bool left = wait_for_users(c); /* one that NCCL keeps is let go by the abort */
-    destroy(c, a->abort || !left || !settle(c));
+    destroy(c, a->abort || !left || !settle(c, false));
     if (known)
         (void)cudaSetDevice(before);
     return AM_OK;

@@ -7,11 +7,9 @@
  *
  * Floor: R n elements read, n written; two parts of 64 MiB float32 each: 192 MiB, 47 us at 4.3 TB/s.
  */
-#include "on_device.h"
+#include "reduce.h"
 
-extern "C" {
-#include "comm.h"
-}
+#include "on_device.h"
 
 namespace
 {
@@ -21,10 +19,27 @@ constexpr int64_t kBlocks = 1 << 24;
 
 struct Reduce {
     void *out;
-    const void *parts;
-    int64_t n, ranks, stride;
+    int64_t n, ranks;
     float scale;
 };
+
+/* Rows of one tensor. */
+struct Rows {
+    const char *first;
+    int64_t step; /* bytes */
+};
+
+__device__ const void *part_of(const Rows &rows, int64_t rank) { return rows.first + rank * rows.step; }
+__device__ const void *part_of(const Listed &parts, int64_t rank) { return parts.at[rank]; }
+
+bool is_aligned(const Rows &rows, int64_t) { return (reinterpret_cast<uintptr_t>(rows.first) | rows.step) % 16 == 0; }
+bool is_aligned(const Listed &parts, int64_t ranks)
+{
+    for (int64_t rank = 0; rank < ranks; rank++)
+        if (reinterpret_cast<uintptr_t>(parts.at[rank]) % 16)
+            return false;
+    return true;
+}
 
 template <typename T, int N> struct alignas(sizeof(T) * N) Word {
     T at[N];
@@ -40,15 +55,15 @@ __device__ void narrow(uint16_t *to, float x)
     *to = static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? quiet : rounded);
 }
 
-template <typename In, typename Out, int N>
-__global__ void __launch_bounds__(kThreads) comm_reduce_kernel(const Reduce r)
+template <typename In, typename Out, int N, typename Parts>
+__global__ void __launch_bounds__(kThreads) comm_reduce_kernel(const Reduce r, const Parts parts)
 {
-    const In *const parts = static_cast<const In *>(r.parts);
     const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads * N;
     for (int64_t at = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * N; at < r.n; at += step) {
         float sum[N] = {};
         for (int64_t rank = 0; rank < r.ranks; rank++) {
-            const Word<In, N> in = *reinterpret_cast<const Word<In, N> *>(parts + rank * r.stride + at);
+            const In *const part = static_cast<const In *>(part_of(parts, rank));
+            const Word<In, N> in = *reinterpret_cast<const Word<In, N> *>(part + at);
 #pragma unroll
             for (int i = 0; i < N; i++)
                 sum[i] = rank ? __fadd_rn(sum[i], wide(in.at[i])) : wide(in.at[i]);
@@ -61,29 +76,36 @@ __global__ void __launch_bounds__(kThreads) comm_reduce_kernel(const Reduce r)
     }
 }
 
-template <typename In, typename Out> am_status run(const Reduce &r, cudaStream_t stream)
+template <typename In, typename Out, typename Parts>
+am_status run(const Reduce &r, const Parts &parts, cudaStream_t stream)
 {
     constexpr int kPer = 16 / static_cast<int>(sizeof(In)), kOut = kPer * static_cast<int>(sizeof(Out));
-    const bool fits = reinterpret_cast<uintptr_t>(r.parts) % 16 == 0 && r.stride * sizeof(In) % 16 == 0 &&
-                      reinterpret_cast<uintptr_t>(r.out) % kOut == 0 && r.n % kPer == 0;
+    const bool fits =
+        is_aligned(parts, r.ranks) && reinterpret_cast<uintptr_t>(r.out) % kOut == 0 && r.n % kPer == 0;
     const int64_t each = static_cast<int64_t>(kThreads) * (fits ? kPer : 1), blocks = (r.n + each - 1) / each;
     const unsigned grid = static_cast<unsigned>(blocks < kBlocks ? blocks : kBlocks);
     if (fits)
-        comm_reduce_kernel<In, Out, kPer><<<grid, kThreads, 0, stream>>>(r);
+        comm_reduce_kernel<In, Out, kPer><<<grid, kThreads, 0, stream>>>(r, parts);
     else
-        comm_reduce_kernel<In, Out, 1><<<grid, kThreads, 0, stream>>>(r);
+        comm_reduce_kernel<In, Out, 1><<<grid, kThreads, 0, stream>>>(r, parts);
     AM_CUDA_LAUNCHED();
     return AM_OK;
 }
 
+template <typename Parts>
+am_status reduce(const Reduce &r, const Parts &parts, am_dtype in, am_dtype out, cudaStream_t stream)
+{
+    if (in == AM_F32)
+        return out == AM_F32 ? run<float, float>(r, parts, stream) : run<float, uint16_t>(r, parts, stream);
+    return out == AM_F32 ? run<uint16_t, float>(r, parts, stream) : run<uint16_t, uint16_t>(r, parts, stream);
+}
+
 am_status reduce_parts(const am_comm_reduce_parts_args *a, cudaStream_t stream)
 {
-    const Reduce r = {a->out.data,       a->parts.data,      a->out.shape[0],
-                      a->parts.shape[0], a->parts.stride[0], static_cast<float>(a->scale)};
-    const bool from_f32 = a->parts.dtype == AM_F32, to_f32 = a->out.dtype == AM_F32;
-    if (from_f32)
-        return to_f32 ? run<float, float>(r, stream) : run<float, uint16_t>(r, stream);
-    return to_f32 ? run<uint16_t, float>(r, stream) : run<uint16_t, uint16_t>(r, stream);
+    const Reduce r = {a->out.data, a->out.shape[0], a->parts.shape[0], static_cast<float>(a->scale)};
+    const int64_t step = a->parts.stride[0] * static_cast<int64_t>(am_dtype_size(a->parts.dtype));
+    const Rows rows = {static_cast<const char *>(a->parts.data), step};
+    return reduce(r, rows, a->parts.dtype, a->out.dtype, stream);
 }
 
 } // namespace
@@ -91,4 +113,10 @@ am_status reduce_parts(const am_comm_reduce_parts_args *a, cudaStream_t stream)
 extern "C" am_status am_cuda_comm_reduce_parts(const am_comm_reduce_parts_args *a, const am_exec *ex)
 {
     return on_device(reduce_parts, a, ex);
+}
+
+am_status reduce_listed(void *out, am_dtype out_dtype, const Listed &parts, am_dtype dtype, int64_t n, int ranks,
+                        float scale, cudaStream_t stream)
+{
+    return reduce(Reduce{out, n, ranks, scale}, parts, dtype, out_dtype, stream);
 }
