@@ -3,6 +3,7 @@
 Letters: T tokens, H hidden size, E experts, I an expert's inner size, k experts a token, n tokens that are not padding.
 """
 
+import functools
 import operator
 
 import torch
@@ -63,7 +64,8 @@ def moe(
     if group:
         from automodel_c.parallel.experts import moe_over_ranks  # it is built on the operators
 
-        out, *stats = moe_over_ranks(*inputs, lambda: _checked(*inputs, top_k, return_aux, return_router_stats), group)
+        checked = functools.partial(_checked, *inputs, top_k, return_aux, return_router_stats)
+        (out, *stats), _ = moe_over_ranks(*inputs, checked, group)
     else:
         count = _checked(*inputs, top_k, return_aux, return_router_stats)
         keep = torch.is_grad_enabled() and any(x.requires_grad for x in inputs[:4])

@@ -129,6 +129,14 @@ def exchange(x, route, group):
         )  # fmt: skip
 
 
+def exchange_now(x, route, group):
+    """As `exchange`, but not differentiable, and activation checkpointing neither sees nor keeps it."""
+    return _rows_kernel(
+        x, route.sends, route.receipts, route.own, route.send_rows, route.receive_rows, route.own_after,
+        route.rows_out, route.used, route.runs, group.group_name, route.words,
+    )  # fmt: skip
+
+
 def exchange_back(x, route, group):
     """The way back of `exchange`: x [rows_out, ...] -> [rows_in, ...], each row the sum over the places it went to.
 
@@ -252,6 +260,12 @@ def _copy(out, x, table, rows):
 def _mover(x, sends, receipts, own, own_after, runs, **sizes):
     moves = sends, receipts, own, own_after, runs
     return _Moves(*moves) if x.device.type == "cpu" else _Tables(*moves, device=x.device, **sizes)
+
+
+def place(route, device, there, back):
+    """Gives a Route tables that were made on a device, as `_Tables` has them: there, of `sends`, `own` and `receipts`;
+    back, of `receipts` in reverse, and what is added."""
+    _placed[route.sends] = {(device, "_there"): there, (device, "_back"): back}
 
 
 class _Carried:

@@ -1,12 +1,16 @@
 """What activation checkpointing keeps, so that recomputation moves no rows and repeats no attention and no choice of
 experts on other ranks; selective checkpointing keeps more."""
 
+import threading
+
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from automodel_c.ops import _experts  # noqa: F401  registers their operators
 from automodel_c.parallel import exchange as _exchange  # noqa: F401  registers its operator
+
+_thread = threading.local()
 
 KEPT = {
     getattr(torch.ops.automodel_c, name).default
@@ -17,8 +21,8 @@ KEPT = {
 def checkpoint_context_fn():
     """For ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=checkpoint_context_fn)``.
 
-    The rows that came in, the outputs of attention and the choice of experts on other ranks are kept; everything else
-    is computed again.
+    The rows that came in, the outputs of attention and the choice of experts on other ranks, with where its rows go,
+    are kept; everything else is computed again.
     """
     return _contexts(KEPT, lambda ctx, op, *args, **kwargs: CheckpointPolicy.MUST_SAVE)
 
@@ -41,7 +45,8 @@ _PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
 
 
 def _contexts(shown, policy):
-    return tuple(_ShownAlone(mode, shown) for mode in create_selective_checkpoint_contexts(policy))
+    modes, notes = (_ShownAlone(mode, shown) for mode in create_selective_checkpoint_contexts(policy)), []
+    return tuple(_Noting(mode, notes, again) for mode, again in zip(modes, (False, True), strict=True))
 
 
 class _ShownAlone(TorchDispatchMode):
@@ -56,3 +61,39 @@ class _ShownAlone(TorchDispatchMode):
         if func in self.shown:
             return self.mode.__torch_dispatch__(func, types, args, kwargs)
         return func(*args, **(kwargs or {}))
+
+
+class _Noting:
+    """A context beside which a forward notes what it finds out on the host, and a second one of the same module reads
+    it; the second is entered anew by every backward."""
+
+    def __init__(self, context, notes, again):
+        self.context, self.notes, self.again, self.before = context, notes, again, []
+
+    def __enter__(self):
+        self.before.append(getattr(_thread, "noting", None))
+        _thread.noting, self.at = self, 0
+        if not self.again:
+            self.notes.clear()
+        return self.context.__enter__()
+
+    def __exit__(self, *raised):
+        _thread.noting = self.before.pop()
+        return self.context.__exit__(*raised)
+
+
+def noted():
+    """The next thing that the first forward noted, in a second one; else None."""
+    noting = getattr(_thread, "noting", None)
+    if noting is None or not noting.again:
+        return None
+    noting.at += 1
+    return noting.notes[noting.at - 1]
+
+
+def note(value):
+    """``value``, which a second forward gets from `noted` in this place."""
+    noting = getattr(_thread, "noting", None)
+    if noting is not None and not noting.again:
+        noting.notes.append(value)
+    return value

@@ -1,12 +1,15 @@
 """Experts over gloo ranks: outputs, statistics and every gradient are those of one rank that holds all experts."""
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 import automodel_c as amc
-from automodel_c.parallel import RankFailure, checkpoint_context_fn, wire
+from automodel_c import _amcore
+from automodel_c.parallel import RankFailure, checkpoint_context_fn, exchange, experts, wire
+from automodel_c.parallel.exchange import Route, triples
 from automodel_c.parallel.experts import expert_range
 from tests.numerics import assert_as_good_as
 from tests.ops.test_moe import naive, oracle, problem, run
@@ -175,3 +178,45 @@ def test_expert_range():
     assert [expert_range(7, 3, r) for r in range(3)] == [(0, 3), (3, 5), (5, 7)]
     assert expert_range(256, 8, 7) == (224, 256)
     assert [expert_range(1, 2, r) for r in range(2)] == [(0, 1), (1, 1)]
+
+
+@pytest.mark.parametrize("world", [2, 3, 5])
+@pytest.mark.parametrize("rows", [0, 1, 7, 90])
+def test_tables_made_beside_the_rows_do_as_the_routes(seed, world, rows):
+    """The tables that a GPU makes for itself, here on the CPU, against the Route made on the host, rank by rank."""
+    generator = torch.Generator().manual_seed(seed)
+    goes = [torch.rand(world, rows + r, generator=generator) < 0.4 for r in range(world)]
+    sent = torch.stack([g.sum(1) for g in goes])
+    for rank in range(world):
+        x = torch.randn(rows + rank, 3, generator=generator)
+        others, arriving = np.arange(world) != rank, sent[:, rank]
+        to, row = np.nonzero(goes[rank].numpy())
+        own = row[to == rank]
+        starts = (arriving.cumsum(0) - arriving).numpy()
+        counts, ones = arriving.numpy(), np.ones_like(row)
+        route = Route(
+            sends=triples(row[to != rank], np.arange((to != rank).sum()), ones[to != rank]),
+            receipts=triples(*(c[others] for c in (np.cumsum(counts * others) - counts * others, starts, counts))),
+            own=triples(own, starts[rank] + np.arange(len(own)), np.ones_like(own)),
+            send_rows=tuple((sent[rank].numpy() * others).tolist()), receive_rows=tuple((counts * others).tolist()),
+            own_after=int((to < rank).sum()), rows_in=rows + rank, rows_out=int(counts.sum()), used=True, words="",
+        )  # fmt: skip
+        there, back = experts._Places(goes[rank], sent[rank], arriving, rank).of(route)
+        arrived = torch.randn(sum(route.receive_rows), 3, generator=generator)
+        dout = torch.randn(route.rows_out, 3, generator=generator)
+        host = exchange._Moves(route.sends, route.receipts, route.own, route.own_after, False)
+        for name, source, length, (table, n) in (
+            ("pack", x, sum(route.send_rows), there[0]),
+            ("keep", x, route.rows_out, there[1]),
+            ("unpack", arrived, route.rows_out, there[2]),
+            ("pack_back", dout, sum(route.receive_rows), back[0]),
+        ):
+            expected, found = torch.zeros(length, 3), torch.zeros(length, 3)
+            getattr(host, name)(expected, source)
+            _amcore.exchange_copy_by(found, source, table, rows=n)
+            assert torch.equal(expected, found), name
+        expected, found = torch.zeros_like(x), torch.zeros_like(x)
+        returned = torch.randn(sum(route.send_rows), 3, generator=generator)
+        host.add(expected, returned, dout)
+        _amcore.exchange_sum_by(found, returned, dout, back[1][0])
+        assert torch.equal(expected, found)

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from automodel_c import ops
 from automodel_c.parallel.exchange import exchange
-from automodel_c.parallel.experts import ExpertParallel
+from automodel_c.parallel.experts import ExpertParallel, moe_over_ranks
 
 from .layers import MLP
 from .recompute import made_again
@@ -39,13 +39,14 @@ class Experts(nn.Module):
             first, end = ep.range(len(weight))
             setattr(self, name, nn.Parameter(weight.detach()[first:end].clone()))
 
-    def forward(self, x, router_weight, padding, top_k):
-        """As `ops.moe` with the router's statistics, over the ranks that hold experts. Made again, its output goes into
-        sums alone, whose gradients do not need it."""
-        return ops.moe(
-            x, router_weight, _own(self.gate_up_proj), _own(self.down_proj), top_k=top_k, padding=padding,
-            ep_group=self.ep.group, return_router_stats=True, need_output=not made_again(),
-        )  # fmt: skip
+    def forward(self, x, router_weight, padding, top_k, beside):
+        """(`ops.moe` with the router's statistics, over the ranks that hold experts; beside()). Made again, its output
+        goes into sums alone, whose gradients do not need it."""
+        weights = router_weight, _own(self.gate_up_proj), _own(self.down_proj)
+        if self.ep.group is not None:
+            return moe_over_ranks(x, *weights, padding, lambda: top_k, self.ep.group, meanwhile=beside)
+        options = {"top_k": top_k, "padding": padding, "return_router_stats": True, "need_output": not made_again()}
+        return ops.moe(x, *weights, **options), beside()
 
 
 def _own(weight):
@@ -81,8 +82,12 @@ class SparseMoE(nn.Module):
 
     def forward(self, x, padding):
         """x [T, H], padding bool [T] or None -> ([T, H], the router's statistics for `auxiliary_loss`)."""
-        out, *stats = self.experts(x, self.gate.weight, padding, self.top_k)
-        return ops.add_shared_expert(out, self.shared_expert(x), self.shared_expert_gate(x)), tuple(stats)
+
+        def shared():
+            return self.shared_expert(x), self.shared_expert_gate(x)
+
+        (out, *stats), others = self.experts(x, self.gate.weight, padding, self.top_k, shared)
+        return ops.add_shared_expert(out, *others), tuple(stats)
 
 
 def auxiliary_loss(stats, top_k, per_layer):
