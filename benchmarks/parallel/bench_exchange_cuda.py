@@ -9,12 +9,13 @@ host, which hides only where the host is that far ahead. On the device 1 MiB of 
 Torch's indexing does the same work in more launches: 0.9 of our rate. ReduceParts (its all-to-all, and one sum that
 reads two parts and writes one, 47 us for 64 MiB) at 64 MiB: 200 GB/s, against 137 to 167 us of NCCL's own.
 
-Found (torch 2.11, NCCL 2.28.9): comm_exchange 33 us, torch's call 89 on the same host; a meeting over gloo 386 us, and
-the whole exchange 746: since then ranks of one machine meet in shared memory, which was not timed there (4.5 us between
-two processes on two cores). On the device 60, 122, 377 and 1,315 us for 1, 16, 64 and 256 MiB (178 and 204 GB/s for the
-last two), torch 69, 158, 415 and 1,468; NCCL alone 54, 104, 269 and 916, its rate below what was predicted (250 and 293
-GB/s); packing, unpacking and the copy of as many rows that stay take 108 us at 64 MiB. ReduceParts 106, 205 and 619
-us for 16, 64 and 256 MiB, NCCL's own reduce-scatter 99, 172 and 583: ours is 6 to 16 % slower.
+Found first (NCCL 2.28.9): comm_exchange 33 us, torch's call 89 on the same host; a meeting over gloo 386 us, in shared
+memory 81 to 113, and the whole exchange 746 and 450 to 470. On the device 60, 122, 377 and 1,315 us for 1, 16, 64 and
+256 MiB (178 and 204 GB/s for the last two), torch 69, 158, 415 and 1,468; NCCL alone 54, 104, 269 and 916, its rate
+below what was predicted (250 and 293 GB/s); packing, unpacking and the copy of as many rows that stay take 108 us at 64
+MiB. ReduceParts by torch's all-to-all 106, 205 and 619 us for 16, 64 and 256 MiB, NCCL's own reduce-scatter 99, 172 and
+583. Since then rows go through windows (csrc/cuda/comm/window.h): 36, 108, 333 and 1,214 us, and 28, 77, 239 and 866
+without packing; ReduceParts 70, 172 and 595, NCCL's 56, 161 and 559. What else was tried is told in window.cu.
 """
 
 import numpy as np
