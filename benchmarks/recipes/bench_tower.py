@@ -16,8 +16,8 @@ rows of 1,152 and 4,304 a layer, 27 layers: 30 ms at 4 TB/s. Ours 95 ms. transfo
 and cat of frames, and one SDPA a frame: 160 to 190 ms. 1.7 to 2.0 times.
 
 Found: mixed frames 41.7 ms forward and 165.2 with backward, SDPA 75.6 and 236.9 (1.81 and 1.43 of ours), FA3 65.5 and
-192.3 (1.57 and 1.16); 16 frames of 1,024 35.0 and 122.1 ms, SDPA 2.46 and 1.65 of it, FA3 1.70 and 1.35. What is missing
-to 1.5 on mixed frames is attention's backward at head dim 72, some 200 TFLOP/s over frames of 4,096.
+192.3 (1.57 and 1.16); 16 frames of 1,024 35.0 and 122.1 ms, SDPA 2.46 and 1.65 of it, FA3 1.70 and 1.35. What is
+missing to 1.5 on mixed frames is attention's backward at head dim 72, some 200 TFLOP/s over frames of 4,096.
 """
 
 import argparse
