@@ -49,7 +49,7 @@ def _parser():
     export.add_argument("folder", help="the directory to write: safetensors, config.json, the processor's files")
     export.add_argument("overrides", nargs="*", metavar="key=value", help="recipe keys to set, as the run had them")
     export.set_defaults(run=_export)
-    _add_plan(verbs.add_parser("plan", help="say how context parallelism would spread a pack", description=_PLAN))
+    _add_plan(verbs.add_parser("plan", help="say what a run would take, or how a pack is spread", description=_PLAN))
     bench = verbs.add_parser("bench", help="time operators beside their peers", description=_BENCH)
     bench.add_argument("names", nargs="*", metavar="name", help="such as attention or step; none: list them")
     bench.set_defaults(run=_bench)
@@ -60,13 +60,20 @@ def _parser():
 
 _EXPORT = "Writes the model of a training checkpoint as a directory that transformers and models.qwen3_5.load read."
 _BENCH = "Runs benchmarks of a source checkout: each checks every contestant, then times them interleaved."
-_PLAN = "Plans the attention of one pack over ranks: who computes what, what travels, and why."
+_PLAN = """Predicts memory and time of a recipe on so many GPUs, part by part, and ranks the meshes that fit; or, with
+--explain, plans the attention of one pack over ranks: who computes what, what travels, and why."""
 
 
 def _add_plan(plan):
-    plan.add_argument("--explain", action="store_true", required=True, help="print the plan, rank by rank")
-    plan.add_argument("--lengths", type=_lengths, required=True, metavar="N,NxM,...", help="documents: 131072,4096x8")
-    plan.add_argument("--ranks", type=_positive, required=True, metavar="R", help="ranks that share the pack")
+    plan.add_argument("recipe", nargs="?", help="a YAML file, with --gpus: what a run of it would take")
+    plan.add_argument("overrides", nargs="*", metavar="key=value", help="recipe keys to set: distributed.cp_size=16")
+    plan.add_argument("--gpus", type=_positive, metavar="N", help="so many ranks, one a GPU")
+    plan.add_argument("--memory", type=float, metavar="GB", help="of a GPU, that a run must fit (80)")
+    plan.add_argument("--media", type=float, default=0.25, metavar="SHARE", help="of tokens that are images' (0.25)")
+    plan.add_argument("--machine", metavar="FILE", help="constants of bench_machine (the package's, of an H200)")
+    plan.add_argument("--explain", action="store_true", help="print the plan of a pack's attention, rank by rank")
+    plan.add_argument("--lengths", type=_lengths, metavar="N,NxM,...", help="documents of a pack: 131072,4096x8")
+    plan.add_argument("--ranks", type=_positive, metavar="R", help="with --explain: ranks that share the pack")
     plan.add_argument("--heads", type=_heads, default=(32, 2), metavar="Q/KV", help="query and key heads (32/2)")
     plan.add_argument("--dim", type=_positive, default=256, metavar="D", help="of a head (256)")
     plan.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
@@ -94,6 +101,35 @@ def _heads(text):
 
 
 def _plan(arguments):
+    if arguments.recipe is not None and not arguments.explain:
+        return _predict(arguments)
+    if not (arguments.explain and arguments.lengths and arguments.ranks) or arguments.recipe or arguments.gpus:
+        return _complain("plan: give a recipe with --gpus N, or --explain with --lengths and --ranks")
+    return _plan_attention(arguments)
+
+
+def _predict(arguments):
+    from .recipes.config import RecipeError, load_recipe
+    from .recipes.planner import Machine, explain
+    from .recipes.runtime import UsageError, mesh_shape
+
+    if arguments.gpus is None:
+        return _complain("plan: --gpus says on how many GPUs the recipe would run")
+    try:
+        recipe = load_recipe(arguments.recipe, arguments.overrides)
+        mesh_shape(recipe.distributed, arguments.gpus)
+        limit = arguments.memory and arguments.memory * 1e9
+        machine = Machine.load(arguments.machine)
+        lines = explain(
+            recipe, arguments.gpus, machine, limit=limit, lengths=arguments.lengths, media=arguments.media
+        )  # fmt: skip
+        print("\n".join(lines))
+    except (RecipeError, NotImplementedError, UsageError, ValueError, OSError) as error:
+        return _complain(error)
+    return 0
+
+
+def _plan_attention(arguments):
     import itertools
 
     import torch

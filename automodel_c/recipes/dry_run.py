@@ -134,7 +134,7 @@ def dry_run(recipe, world):
     LrSchedule(recipe.lr_scheduler, recipe.optimizer.lr, steps.max_steps or 1, recipe.optimizer.weight_decay)
     if recipe.model.operators != "automodel_c":
         raise ValueError(f"--world needs model.operators: automodel_c, found {recipe.model.operators!r}")
-    source, kinds, reads = _source(recipe), {}, []
+    source, kinds, reads = source_of(recipe), {}, []
     for rank in range(world):
         if not kinds:
             built = _built(recipe, source, (dp, cp), ep, rank)
@@ -290,7 +290,7 @@ def _local_numel(shape, cuts, rank):
     return numel
 
 
-def _source(recipe):
+def source_of(recipe):
     """(directory or None, configuration) of the recipe's model."""
     section, how = recipe.model, resolve("model", recipe.model._target_)
     if how == "from_config":

@@ -14,6 +14,13 @@ from automodel_c.parallel.plan import make_pack, measured_prices
 HOST = 8  # GPUs of one
 
 
+@functools.cache
+def _attention_plan(lengths, cp, *shape):
+    pack, tokens = make_pack([0, *itertools.accumulate(lengths)], None, None)
+    plan = ContextPlan(pack, tokens, ranks=cp, prices=measured_prices("h200_nccl"))
+    return plan.attention(*shape, torch.bfloat16)
+
+
 @dataclass(frozen=True)
 class Job:
     """text, vision: configurations of the model, vision None where the tower is left out. world ranks are dp x cp, ep
@@ -21,7 +28,9 @@ class Job:
     recompute: False, True or "selective". experts_stay: gathered experts are not freed after forward. head: whether
     the loss is cross-entropy over the vocabulary; projected: a random projection of the hidden states, as of the
     slice's benchmark. loss_bytes: what the loss may hold beyond its gradients, None: a fp32 gradient of the head.
-    deferred: gradients wait unsharded for the last microbatch. clip: their norm is taken. frozen_tower, frozen_embeddings: as of freeze_config.
+    deferred: gradients wait unsharded for the last microbatch. clip: their norm is taken.
+    reduce_bytes: of a gradient on the wire. frozen_tower,
+    frozen_embeddings: as of freeze_config.
     """
 
     text: object
@@ -39,6 +48,7 @@ class Job:
     loss_bytes: int | None = None
     deferred: bool = False
     clip: bool = True
+    reduce_bytes: int = 4
     frozen_tower: bool = False
     frozen_embeddings: bool = False
 
@@ -152,15 +162,12 @@ class Job:
             return 1.0
         return self.ep * (1 - math.comb(experts - experts // self.ep, k) / math.comb(experts, k))
 
-    @functools.cached_property
+    @property
     def attention(self):
         """The AttentionPlan of the pack over cp, None on one rank."""
-        if self.cp == 1:
-            return None
-        pack, tokens = make_pack([0, *itertools.accumulate(self.lengths)], None, None)
         t = self.text
-        plan = ContextPlan(pack, tokens, ranks=self.cp, prices=measured_prices("h200_nccl"))
-        return plan.attention(t.num_attention_heads, t.num_key_value_heads, t.head_dim, torch.bfloat16)
+        shape = t.num_attention_heads, t.num_key_value_heads, t.head_dim
+        return None if self.cp == 1 else _attention_plan(self.lengths, self.cp, *shape)
 
     @functools.cached_property
     def straddling(self):

@@ -24,12 +24,15 @@ class Machine:
             raise ValueError(f"{path}: no file of bench_machine, it has no 'constants'")
         return cls(kept["constants"], kept.get("machine", ""), pair)
 
-    def link(self, hosts):
-        """Bytes a second and direction of a GPU, among GPUs of one host or, `hosts`, of several."""
-        if hosts:
+    def link(self, across):
+        """Bytes a second and direction between two GPUs, of one host or, `across`, of two."""
+        if across:
             return self.infiniband_bytes
         return self.pair_bytes if self.pair else self.nvlink_bytes
 
-    def shards(self, hosts):
-        """The same for the gathers and reductions of weights."""
-        return self.pair_reduce_scatter if self.pair and not hosts else self.link(hosts)
+    def shards(self, ranks, in_host):
+        """The same for gathers and reductions of weights over so many ranks, `in_host` of them on each host: what comes
+        from other hosts comes in once, through the links of all of them."""
+        if ranks > in_host:
+            return min(self.nvlink_bytes, in_host * self.infiniband_bytes)
+        return self.pair_reduce_scatter if self.pair else self.nvlink_bytes

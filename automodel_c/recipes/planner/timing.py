@@ -175,13 +175,14 @@ class _Layer:
         job, t, m = self.job, self.job.text, self.machine
         own = job.tokens * job.arriving / job.ep
         sent = job.tokens * job.arriving - own
-        across = job.ep > HOST
+        hosts = max(0.0, 1 - HOST / job.ep)  # of the rows, those that leave the host
+        byte = (1 - hosts) / m.link(False) + hosts / m.link(True)
         for nbytes, times in (
             (2 * t.hidden_size, 4),
             (8 * t.num_experts_per_tok, 2),
         ):  # rows, sums, back; choice, weights
             copies = (4 * sent + 2 * own) * nbytes / m.copy
-            self.waits.add("EP wire", times * (m.message + sent * nbytes / m.link(across) + copies))
+            self.waits.add("EP wire", times * (m.message + sent * nbytes * byte + copies))
         passes = 2 if job.recompute else 1
         self.waits.add("host, rows of experts", passes * (job.tokens * job.arriving * m.route_host + m.host_wait))
 
@@ -220,23 +221,27 @@ def _shards(job, machine, layers, total, hidden):
         gather = again = reduce = copies = 0.0
         for n, ranks, apart in parts:
             stays = apart and job.experts_stay
-            share, rate = (ranks - 1) / ranks, machine.shards(ranks * (job.ep if apart else 1) > HOST)
+            share, rate = (ranks - 1) / ranks, machine.shards(ranks, _in_host(job, apart))
             copies += (2 - stays) * _gather_copies(n, ranks, apart, machine) + _reduce_copies(n, ranks, apart, machine)
             gather += 2 * n * share / rate
             again += 0.0 if stays else 2 * n * share / rate
-            reduce += 4 * n * share / rate
+            reduce += job.reduce_bytes * n * share / rate
         total.add("FSDP copies", copies)
         _beside("FSDP gather and scatter", gather, layer.forward.all(), total, hidden)
         _beside("FSDP gather and scatter", again + reduce, layer.again.all() + layer.backward.all(), total, hidden)
     root = sum(job.root) + job.mtp
-    share = (job.world - 1) / job.world
-    rate = machine.shards(job.world > HOST)
+    share, rate = (job.world - 1) / job.world, machine.shards(job.world, _in_host(job, False))
     trained = job.trained("embedding, head") if job.head else job.root[0]
     total.add(
         "FSDP copies",
         _gather_copies(root, job.world, False, machine) + _reduce_copies(trained, job.world, False, machine),
     )
-    total.add("FSDP gather and scatter", (2 * root + 4 * trained) * share / rate)  # nothing runs beside it
+    total.add("FSDP gather and scatter", (2 * root + job.reduce_bytes * trained) * share / rate)  # nothing runs beside it
+
+
+def _in_host(job, apart):
+    """How many ranks of the group that shares a weight are on one host; experts' are `ep` ranks apart."""
+    return max(1, HOST // job.ep) if apart else min(HOST, job.world)
 
 
 def _gather_copies(n, ranks, apart, machine):
