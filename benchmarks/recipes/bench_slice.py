@@ -2,6 +2,7 @@
 
     python -m benchmarks.recipes.bench_slice            every variant; the digits of a row go to JSON
     python -m benchmarks.recipes.bench_slice --tiny     small sizes on the CPU, to exercise the code
+    python -m benchmarks.recipes.bench_slice --left benchmarks/results/h200/slice.json     beyond the floor, by kind
 
 Three layers of gated delta net and one of attention, 32 of 256 experts (one rank's share at ep 8), hidden 3072, bf16,
 full activation checkpointing; FSDP2 on one rank holds fp32 masters, gradients reduce in fp32, AdamW has fp32 moments.
@@ -23,6 +24,7 @@ import gc
 import importlib
 import inspect
 import itertools
+import json
 import os
 import re
 import statistics
@@ -210,16 +212,41 @@ def optimizer_of(model):
     return torch.optim.AdamW(trained, lr=1e-5, fused=True)
 
 
-def flops_of(sizes, x, vocab, head):
-    """Of a step, without what is made again."""
+def flops_of(sizes, lengths, vocab, head):
+    """{kind: flops} of a step, without what is made again."""
     h, experts = sizes["hidden_size"], sizes["num_experts_per_tok"] * sizes["moe_intermediate_size"]
     keys, values = (sizes[f"linear_num_{n}_heads"] * sizes[f"linear_{n}_head_dim"] for n in ("key", "value"))
     linear = h * (2 * keys + values) + 2 * h * values + 2 * h * sizes["linear_num_value_heads"]
     heads, dim = sizes["num_attention_heads"], sizes["head_dim"]
     full = h * 3 * heads * dim + 2 * h * sizes["num_key_value_heads"] * dim
-    mlp = h * sizes["num_experts"] + 3 * h * (experts + sizes["shared_expert_intermediate_size"])
-    area = sum(n * (n + 1) / 2 for n in x.lengths)
-    return 6 * x.tokens * (3 * linear + full + 4 * mlp + head * h * vocab) + 3.5 * 4 * area * heads * dim
+    shared = 4 * 3 * h * sizes["shared_expert_intermediate_size"]
+    each = 6 * sum(lengths)
+    return {
+        "products": each * (3 * linear + full + shared + head * h * vocab),
+        "experts": each * 4 * (h * sizes["num_experts"] + 3 * h * experts),
+        "attention": 3.5 * 4 * sum(n * (n + 1) / 2 for n in lengths) * heads * dim,
+    }
+
+
+def left(rows):
+    """Lines: of our rows, what each kind of kernel takes beyond the least its counted work could, the largest first."""
+    shapes = {shape: (lengths, head) for shape, lengths, head in shapes_of(False)}
+    for r in (r for r in rows if r.get("variant") == "ours" and "kinds" in r):
+        lengths, head = shapes[r["shape"]]
+        flops = flops_of(REAL, lengths, 248320 if head else HEADLESS_VOCAB, head)
+        found = {"idle": (r["ms"]["step"] - sum(r["kinds"].values()), 0.0, 0.0)}
+        for kind, ms in r["kinds"].items():
+            least = flops.get(kind, 0.0) / FLOPS * 1e3
+            again = least * {"attention": 1 / 3.5, "experts": 2 / 9}.get(
+                kind, 1 / 3
+            )  # down's products are not made again
+            if kind == "products" and head:  # the head's own are not made again, the logits that are not kept are
+                again -= 2 * sum(lengths) * REAL["hidden_size"] * 248320 / FLOPS * 1e3
+            found[kind] = ms, least, again
+        yield f"{r['shape']}: {r['ms']['step']:.1f} ms, {r['floor_ms']:.1f} of them the floor; ms beyond it by kind"
+        yield f"  {'':22} {'took':>8} {'floor':>8} {'again':>8} {'left':>8}"
+        for kind, (ms, least, again) in sorted(found.items(), key=lambda of: of[1][1] + of[1][2] - of[1][0]):
+            yield f"  {kind:22} {ms:8.1f} {least:8.1f} {again:8.1f} {ms - least - again:8.1f}"
 
 
 def time_steps(model, x, seconds, device):
@@ -384,19 +411,23 @@ def tune_less(keep=6):
                 kernel.configs = kernel.configs[:: -(-len(kernel.configs) // keep)]
 
 
-def variants(options):
-    """(name, make, lengths, head, environment) of each row."""
-    long, heavy = ([48], [24, 3, 21]) if options.tiny else ([16384], heavy_tailed(32768))
-    best = "sdpa" if options.tiny else "flash_attention_3"
-    experts = "eager" if options.tiny else "grouped_mm"
-    larger = [24, 3, 60] if options.tiny else heavy_tailed(131072)
-    shapes = [
+def shapes_of(tiny):
+    """(name, lengths, head) of the packs."""
+    long, heavy = ([48], [24, 3, 21]) if tiny else ([16384], heavy_tailed(32768))
+    larger = [24, 3, 60] if tiny else heavy_tailed(131072)
+    return [
         ("16K", long, False),
         ("32K heavy", heavy, False),
         ("16K head", long, True),
         ("128K heavy", larger, False),
     ]
-    for shape, lengths, head in shapes:
+
+
+def variants(options):
+    """(name, make, lengths, head, environment) of each row."""
+    best = "sdpa" if options.tiny else "flash_attention_3"
+    experts = "eager" if options.tiny else "grouped_mm"
+    for shape, lengths, head in shapes_of(options.tiny):
         packed = len(lengths) > 1
         yield "ours", shape, our_model, {}, lengths, head, {}
         if shape == "128K heavy":  # for itself: that it fits
@@ -429,7 +460,11 @@ def main():
     parser.add_argument("--seconds", type=float, default=5.0, help="of steps a variant")
     parser.add_argument("--json", help="write here; a full run goes to benchmarks/results/h200 until a row fails")
     parser.add_argument("--commit", default="", help="what was measured, where there is no git")
+    parser.add_argument("--left", metavar="FILE", help="run nothing: what a file's steps take beyond their floor")
     options = parser.parse_args()
+    if options.left:
+        print("\n".join(left(json.loads(Path(options.left).read_text())["rows"])))
+        return
     device = torch.device("cpu" if options.tiny else "cuda")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     dist.init_process_group("gloo" if options.tiny else "nccl", rank=0, world_size=1, store=dist.HashStore())
@@ -468,7 +503,7 @@ def row(options, mesh, device, name, shape, make, how, lengths, head, environmen
         print(f"{name:30s} {shape:10s} {type(error).__name__}: {str(error).splitlines()[0][:160]}", flush=True)
         return found | {"error": f"{type(error).__name__}: {error}"}
     ms = {part: statistics.median(values) for part, values in parts.items()}
-    flops = flops_of(sizes, x, vocab, head)
+    flops = sum(flops_of(sizes, lengths, vocab, head).values())
     found |= {
         "ms": ms, "step_ms": parts["step"], "tokens_per_s": x.tokens / ms["step"] * 1e3, "peak_gib": peak / 2**30,
         "model_tflops": flops / ms["step"] / 1e9, "floor_ms": flops / FLOPS * 1e3, "losses": losses, **kinds,

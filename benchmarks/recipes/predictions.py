@@ -41,7 +41,8 @@ def of_two():
 def predicted(job, machine):
     seconds, held = timing(job, machine), memory(job)
     return {
-        "step_ms": round(seconds.step * 1e3, 2), "peak_gib": round(held.allocated / 2**30, 3), "rate": round(seconds.rate(job), 1),
+        "step_ms": round(seconds.step * 1e3, 2), "peak_gib": round(held.allocated / 2**30, 3),
+        "rate": round(seconds.rate(job), 1),
         "ms": {part: round(s * 1e3, 3) for part, s in seconds.parts.items()},
         "hidden_ms": {part: round(s * 1e3, 3) for part, s in seconds.hidden.items()},
         "gib": {part: round(n / 2**30, 3) for part, n in held.parts.items()},

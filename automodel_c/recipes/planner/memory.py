@@ -81,7 +81,8 @@ def _moments(job, all_gradients):
         mixer, mlp, workspace = layer_bytes(job, kind)
         whole = (sum(kept) + _saved(job, i, layers)) if not job.recompute else sum(kept[: i + 1])
         common = {
-            "gradients": max(before, sum(shards[i + 1 :])), "gathered weights": root["gathered weights"] + passing + staying,
+            "gradients": max(before, sum(shards[i + 1 :])),
+            "gathered weights": root["gathered weights"] + passing + staying,
             "kept for backward": whole, "inputs": inputs,
         }  # fmt: skip
         yield "backward of a layer's experts" if job.text.num_experts else "backward of a layer's MLP", {
@@ -93,15 +94,19 @@ def _moments(job, all_gradients):
                 **common, "a layer's activations": mixer + 2 * rows,
                 "gradients on their way": head_gradient + (2 + 4) * experts + waiting,
             }  # fmt: skip
+        reduced = dense + (experts if job.ep == 1 else 0)
         yield "reduction of a layer", {
-            **common, "gradients on their way": head_gradient + (2 + 4) * (dense + (experts if job.ep == 1 else 0)) + waiting,
+            **common, "gradients on their way": head_gradient + (2 + 4) * reduced + waiting,
         }  # fmt: skip
     trained = job.trained("embedding, head")
     if not job.head:
         trained = min(trained, embedding)
     if trained:
-        yield "reduction of the root", {"gradients": all_gradients - (0 if before else 4 * trained / job.world), "inputs": inputs,
-                                        "gradients on their way": 4 * trained + max(2 * trained, 4 * trained / job.world)}  # fmt: skip
+        shard = 4 * trained / job.world
+        yield "reduction of the root", {
+            "gradients": all_gradients - (0 if before else shard), "inputs": inputs,
+            "gradients on their way": 4 * trained + max(2 * trained, shard),
+        }  # fmt: skip
     yield "the optimizer", {"gradients": all_gradients, "inputs": inputs}
 
 

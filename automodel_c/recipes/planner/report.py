@@ -18,7 +18,7 @@ PIPELINES = (  # of the 27B: (pp, tp, dp, published GB)
 
 def explain(recipe, world, machine, *, limit=None, lengths=None, media=0.25):
     """Lines: the recipe's own mesh in parts, other meshes, why, published runs, what is assumed. lengths: of a pack,
-    None: uneven documents and one document. limit: bytes of a GPU. media: share of tokens that are images' or clips'."""
+    None: uneven documents and one document. limit: bytes of a GPU. media: share of tokens that are media's."""
     limit = limit or machine.memory
     size = recipe.packed_sequence.pack_size
     kinds = {"given": tuple(lengths)} if lengths else packs(size)
@@ -46,8 +46,9 @@ def _parts(own, machine, limit):
     yield f"  memory when it is fullest, {held.moment}:"
     for part, n in sorted(held.parts.items(), key=lambda of: -of[1]):
         yield f"    {part:28} {n / GIB:8.2f} GiB"
-    slack, context = held.allocated * machine.slack, machine.context
-    yield f"    {'slack of the allocator':28} {slack / GIB:8.2f} GiB (assumed), context {context / GIB:.2f} GiB (assumed)"
+    assumed = {"slack of the allocator": held.allocated * machine.slack, "context, NCCL's buffers": machine.context}
+    for part, n in assumed.items():
+        yield f"    {part:28} {n / GIB:8.2f} GiB, assumed"
     yield "  time:"
     for part, seconds in took.parts.items():
         beside = f"  (+{took.hidden[part] * 1e3:.0f} ms beside other work)" if took.hidden.get(part) else ""
@@ -83,7 +84,9 @@ def _why(found, limit, machine):
     if smaller:
         c = min(smaller, key=lambda c: c.memory.allocated)
         most = max(c.memory.parts, key=c.memory.parts.get)
-        line += f"; with cp {least // 2} even {c.name} takes {c.memory.reserved(machine) / 1e9:.0f} GB, most of it {most}"
+        line += (
+            f"; with cp {least // 2} even {c.name} takes {c.memory.reserved(machine) / 1e9:.0f} GB, most of it {most}"
+        )
     yield line
     fastest = fitting[0]
     if fastest.job.cp != least:
@@ -142,11 +145,13 @@ def Job_27B(config):
 
 def _assumed(machine, media):
     yield f"constants: {machine.about}"
-    stated = [f"{name} ({source})" for name, source in machine.sources.items() if source.startswith(("stated", "assumed"))]
+    stated = [
+        f"{name} ({source})" for name, source in machine.sources.items() if source.startswith(("stated", "assumed"))
+    ]
     yield f"  not measured: {'; '.join(stated)}"
     yield (
         f"  assumed: {media:.0%} of tokens are images' or clips' in frames of 1,024 patches; experts are chosen evenly;"
         " hosts of 8, ep innermost, so that up to 8 ranks of ep share NVLink; weights over hosts travel at InfiniBand's"
         " rate, one gather or reduction at a time; no time is lost between hosts beyond that"
     )
-    yield "  not measured yet: more than two GPUs, more than one host, 48 layers; data loading and checkpoints are left out"
+    yield "  not measured: more than two GPUs, several hosts, 48 layers; data loading and checkpoints are left out"

@@ -236,7 +236,9 @@ def _shards(job, machine, layers, total, hidden):
         "FSDP copies",
         _gather_copies(root, job.world, False, machine) + _reduce_copies(trained, job.world, False, machine),
     )
-    total.add("FSDP gather and scatter", (2 * root + job.reduce_bytes * trained) * share / rate)  # nothing runs beside it
+    total.add(
+        "FSDP gather and scatter", (2 * root + job.reduce_bytes * trained) * share / rate
+    )  # nothing runs beside it
 
 
 def _in_host(job, apart):
