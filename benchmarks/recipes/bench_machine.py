@@ -173,12 +173,12 @@ def constants():
     yield (
         "route_host",
         constant(
-            6.2e-8,
+            1e-8,
             "s of the host a row that arrives",
-            "_travel of 32,768 tokens, 2 ranks, on one core of another machine",
+            "parallel.experts' tables of 65,536 rows, a core of another machine",
         ),
     )
-    yield "host_wait", constant(1e-4, "s, device idle after a wait of the host", "assumed")
+    yield "host_wait", constant(2e-4, "s, until the device has work again after a wait of the host", "assumed")
     yield "slack", constant(0.05, "of what is allocated", "assumed: no committed run tells what is reserved")
     yield "context", constant(1.5 * 2**30, "bytes", "assumed: CUDA context, libraries, NCCL's buffers")
     yield "memory", constant(80e9, "bytes", "what a recipe must fit: an H100's; an H200 has 150e9")
