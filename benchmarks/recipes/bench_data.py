@@ -3,8 +3,8 @@
     python -m benchmarks.recipes.bench_data [--json FILE]
 
 Asked: 2 s for the packing on one core, 1 ms for a plan. Gate, before any time: every sample is in one pack, no pack is
-over its capacity; every frame has one rank. Predicted: a heap operation a sample, 100,000 of 1.5 us, and the sort: 0.2 s;
-the plan is one call of `frame_partition` and a pass over the grid, 0.1 ms.
+over its capacity; every frame has one rank. Predicted: a heap operation a sample, 100,000 of 1.5 us, and the sort:
+0.2 s; the plan is one call of `frame_partition` and a pass over the grid, 0.1 ms.
 """
 
 import argparse
