@@ -10,7 +10,7 @@ ASAN_COPY := automodel_c tests benchmarks csrc examples tools setup.py pyproject
 C_FILES := $(shell git ls-files 'csrc/*.[ch]' 'csrc/*.inc' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.c')
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build demo demo-dp test test-isa asan tsan fuzz leaks lint fix bench cpu-only cuda-report clean
+.PHONY: help venv build demo demo-dp long-run test test-isa asan tsan fuzz leaks lint fix bench cpu-only cuda-report clean
 
 help: ## print this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' | awk -F'|' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -33,6 +33,11 @@ demo: build ## two ranks on this machine's CPU share every pack and learn handwr
 
 demo-dp: build ## the same with packs of their own for the two ranks
 	$(VENV)/bin/automodel-c train examples/digits.yaml --nproc 2
+
+long-run: build ## a hundred steps over 48 mixed packs on four ranks that share packs and experts, checked
+	$(PY) examples/long_run.py write
+	$(VENV)/bin/automodel-c train examples/long_run.yaml --nproc 4
+	$(PY) examples/long_run.py check runs/long_run
 
 test: build ## every test that this machine can run, on the inputs that CI draws; CI= make test draws fresh ones
 	CI=$${CI-true} $(PY) -m pytest -q
