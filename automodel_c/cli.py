@@ -70,7 +70,7 @@ def _add_plan(plan):
     plan.add_argument("--gpus", type=_positive, metavar="N", help="so many ranks, one a GPU")
     plan.add_argument("--memory", type=float, metavar="GB", help="of a GPU, that a run must fit (80)")
     plan.add_argument("--media", type=float, default=0.25, metavar="SHARE", help="of tokens that are images' (0.25)")
-    plan.add_argument("--machine", metavar="FILE", help="constants of bench_machine (the package's, of an H200)")
+    plan.add_argument("--machine", metavar="FILE", help="of automodel-c bench machine (the package's, of an H200)")
     plan.add_argument("--explain", action="store_true", help="print the plan of a pack's attention, rank by rank")
     plan.add_argument("--lengths", type=_lengths, metavar="N,NxM,...", help="documents of a pack: 131072,4096x8")
     plan.add_argument("--ranks", type=_positive, metavar="R", help="with --explain: ranks that share the pack")

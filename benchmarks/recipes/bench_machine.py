@@ -1,201 +1,190 @@
-"""The constants that `automodel-c plan` predicts with, from measurements that are committed.
+"""Constants of this machine for `automodel-c plan --machine FILE`: automodel-c bench machine
 
-    python -m benchmarks.recipes.bench_machine             prints them
-    python -m benchmarks.recipes.bench_machine --write     keeps them in automodel_c/recipes/planner/machines/h200.json
+Writes machine.json, or another FILE: python -m benchmarks.recipes.bench_machine FILE.
 
-Every constant names the rows that it comes from. Rows of single operators are taken where there are some. Three are of
-steps of the slice, because nothing else measured them: products of matrices, the gated delta rule on Hopper, and copies
-of FSDP2; all of them of one run, 32K tokens in uneven documents, so that the other runs of the slice judge the planner.
-What nobody measured is said to be assumed or stated.
+Measures what the planner's largest parts come from, with this package's operators at the 122B's sizes: a copy, products
+of matrices, attention, the gated delta rule, experts, the loss, AdamW, a launch; under torchrun on two GPUs also their
+link. What it does not measure (small operators' shares of a copy, what is stated or assumed) is the package's own, and
+keeps its source. --tiny runs it on the CPU, to exercise the code. Not run on a GPU yet.
 """
 
 import argparse
+import itertools
 import json
+import os
+import statistics
+import time
 from pathlib import Path
 
-from benchmarks.recipes.bench_slice import REAL
+import torch
+import torch.distributed as dist
 
-RESULTS = Path(__file__).parents[1] / "results"
-TARGET = Path(__file__).parents[2] / "automodel_c/recipes/planner/machines/h200.json"
-HEADS, DIM = 32, 256
+from automodel_c import Pack, ops
+from automodel_c.optim import FusedAdamW
+from automodel_c.recipes.planner.packs import heavy_tailed
+from benchmarks.recipes.machine_file import constant, constants, scores
 
-
-def rows_of(name, folder="h200"):
-    return json.loads((RESULTS / folder / f"{name}.json").read_text())["rows"]
-
-
-def one(rows, **wanted):
-    """The row whose fields are those."""
-    found = [r for r in rows if all(r.get(key) == value for key, value in wanted.items())]
-    if len(found) != 1:
-        raise ValueError(f"{len(found)} rows with {wanted}")
-    return found[0]
+HUNDRED = [64 + 37 * i * i % 937 for i in range(100)]
 
 
-def constant(value, unit, source):
-    return {"value": float(f"{value:.5g}"), "unit": unit, "source": source}
+class Sizes:
+    """Of the 122B; tiny ones for the CPU."""
+
+    def __init__(self, tiny):
+        self.tokens, self.hidden, self.vocab = (64, 32, 96) if tiny else (32768, 3072, 248320)
+        self.heads, self.kv, self.dim = (2, 1, 16) if tiny else (32, 2, 256)
+        self.keys, self.values, self.state = (1, 2, 16) if tiny else (16, 64, 128)
+        self.experts, self.k, self.inner = (4, 2, 16) if tiny else (32, 8, 1024)
+        self.numbers = 10_000 if tiny else 250_000_000
+        self.short = [5, 9, 16, 2] if tiny else HUNDRED
 
 
-def scores(lengths):
-    return sum(n * (n + 1) / 2 for n in lengths)
+def seconds(call, device, rounds):
+    """Median of so many calls."""
+    call()
+    times = []
+    for _ in range(rounds):
+        if device.type == "cuda":
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            call()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) / 1e3)
+        else:
+            began = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - began)
+    return statistics.median(times)
 
 
-def attention():
-    """Of each pass: seconds of a score (one head, one dim), from one document of 32K, and of a token (one head, one
-    dim), which is what a hundred short documents take beyond that."""
-    rows, hundred = rows_of("attention"), [64 + 37 * i * i % 937 for i in range(100)]
-    for which in ("fwd", "bwd"):
-        long, short = (one(rows, **{"pass": which, "shape": s})["ours"]["ms_median"] / 1e3 for s in ("32K", "hundred"))
-        score = long / (scores([32768]) * HEADS * DIM)
-        token = (short - score * scores(hundred) * HEADS * DIM) / (sum(hundred) * HEADS * DIM)
-        source = f"attention.json {which}"
-        yield f"attention_{which}_score", constant(score, "s a head and dim", f"{source} 32K")
-        yield f"attention_{which}_token", constant(token, "s a head and dim", f"{source} hundred, beyond its scores")
+def both_passes(function, inputs, device, rounds):
+    """(forward, backward) seconds of function(*inputs), whose gradients are all taken."""
+    inputs = [x.requires_grad_() if x.is_floating_point() else x for x in inputs]
+    wanted = [x for x in inputs if x.requires_grad]
+    upstream = torch.ones_like(function(*inputs))
+
+    def forward():
+        with torch.no_grad():
+            function(*inputs)
+
+    one = seconds(forward, device, rounds)
+    two = seconds(lambda: torch.autograd.grad(function(*inputs), wanted, upstream), device, rounds)
+    return one, max(two - one, 1e-9)
 
 
-def frames():
-    rows = rows_of("attention_frames")
-    for which in ("fwd", "bwd"):
-        row = one(rows, **{"pass": which, "shape": "frames-d72"})
-        per = row["ours"]["ms_median"] / 1e3 / (16 * 1024**2 * row["heads"] * row["dim"])
-        yield f"frames_{which}_score", constant(per, "s a head and dim", f"attention_frames.json {which} frames-d72")
+def operators(s, device, rounds, known):
+    """(name, value, what was timed) of each constant that is measured here."""
+
+    def randn(*shape):
+        return torch.randn(*shape, device=device, dtype=torch.bfloat16)
+
+    def timed(function, *inputs):
+        return both_passes(function, inputs, device, rounds)
+
+    yield "copy", copy_rate(4 * s.numbers, device, rounds), "a copy"
+    x, w = randn(s.tokens, s.hidden), randn(4 * s.hidden, s.hidden)
+    forward, backward = timed(torch.nn.functional.linear, x, w)
+    yield "products", 6 * s.tokens * w.numel() / (forward + backward), "a linear layer, both passes"
+    found = {}
+    for name, lengths in (("long", [s.tokens]), ("short", s.short)):
+        qkv = [randn(sum(lengths), n, s.dim) for n in (s.heads, s.kv, s.kv)]
+        pack = pack_of(lengths, device)
+        found[name] = timed(lambda q, k, v, pack=pack: ops.attention(q, k, v, pack=pack), *qkv)
+    width = s.heads * s.dim
+    for i, which in enumerate(("fwd", "bwd")):
+        score = found["long"][i] / scores([s.tokens]) / width
+        token = max(1e-15, found["short"][i] / width - score * scores(s.short)) / sum(s.short)
+        yield f"attention_{which}_score", score, "attention, one document"
+        yield f"attention_{which}_token", token, "attention, a hundred documents"
+    uneven = pack_of(heavy_tailed(s.tokens), device)
+    qkv = [randn(s.tokens, n, s.state) for n in (s.keys, s.keys, s.values)]
+    gates = [-torch.rand(s.tokens, s.values, device=device), torch.rand(s.tokens, s.values, device=device)]
+    rule = timed(lambda *x: ops.gated_delta_rule(*x, pack=uneven)[0], *qkv, gates[0], gates[1].bfloat16())
+    for which, value in zip(("fwd", "bwd"), rule, strict=True):
+        yield f"gdn_{which}", value / s.tokens / s.values, "the gated delta rule, uneven documents"
+    weights = randn(s.experts, s.hidden), randn(s.experts, 2 * s.inner, s.hidden), randn(s.experts, s.hidden, s.inner)
+    took = timed(lambda *a: ops.moe(*a, top_k=s.k), randn(s.tokens, s.hidden), *weights)
+    pairs = s.tokens * s.k
+    gate_up, down = 4 * pairs * s.hidden * s.inner, 2 * pairs * s.hidden * s.inner
+    of = {name: known[f"experts_{name}"]["value"] for name in ("gate_up", "down", "dact", "dx", "ddown", "dgate_up")}
+    predicted = gate_up * sum(1 / of[n] for n in ("gate_up", "dx", "dgate_up"))
+    predicted += down * sum(1 / of[n] for n in ("down", "dact", "ddown"))
+    for name, rate in of.items():
+        yield f"experts_{name}", rate * predicted / sum(took), "experts, both passes: the package's, all by one factor"
+    hidden, head = randn(s.tokens // 4, s.hidden), randn(s.vocab, s.hidden)
+    labels = torch.randint(0, s.vocab, (s.tokens // 4,), device=device)
+    took = timed(lambda h, w: ops.linear_cross_entropy(h, w, labels), hidden, head)
+    yield "loss", 8 * len(hidden) * head.numel() / sum(took), "linear_cross_entropy, logits made twice"
+    p = torch.nn.Parameter(torch.zeros(s.numbers, device=device))
+    p.grad = torch.ones_like(p)
+    yield "adam", seconds(FusedAdamW([p]).step, device, rounds) / s.numbers, "AdamW, fp32"
+    yield "launch", launch(device), "one of a thousand small additions on the host"
 
 
-def experts():
-    for kernel in ("gate_up", "down", "dact", "dx", "ddown", "dgate_up"):
-        row = one(rows_of("moe"), routing="balanced", kernel=kernel)
-        yield f"experts_{kernel}", constant(row["tflops"] * 1e12, "flops / s", f"moe.json balanced {kernel}")
-    for kernel in ("permute", "unpermute"):
-        row = one(rows_of("moe"), routing="balanced", kernel=kernel)
-        yield f"experts_{kernel}", constant(row["copy_share"], "of a copy's rate", f"moe.json balanced {kernel}")
-    swiglu = one(rows_of("moe"), routing="balanced", kernel="swiglu grad")["ours"]["ms_median"] / 1e3
-    yield "experts_swiglu_grad", constant(swiglu / 262144 / 1024, "s a row and column", "moe.json balanced swiglu grad")
-    router = one(rows_of("moe"), case="router 32K x 256")["ours"]["ms_median"] / 1e3
-    yield "router", constant(router / 32768 / 256, "s a token and expert", "moe.json router 32K x 256")
+def copy_rate(nbytes, device, rounds):
+    """Bytes a second, read and written."""
+    source, target = (torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
+    return 2 * nbytes / seconds(lambda: target.copy_(source), device, rounds)
 
 
-def shares():
-    """Of a copy's rate, of what memory bounds."""
-    memory = {name: name.replace("_", " ") for name in ("rms_norm residual", "rms_norm", "q norm", "k norm", "swiglu")}
-    memory |= {"gated_rms_norm": "", "sigmoid_gate": "", "mrope": "", "layer_norm": "", "gelu tanh": ""}
-    for op in memory:
-        for which in ("fwd", "bwd"):
-            row = one(rows_of("memory"), **{"op": op, "pass": which, "dtype": "torch.bfloat16"})
-            yield (
-                f"{op.replace(' ', '_')}_{which}",
-                constant(row["copy_share"], "of a copy's rate", f"memory.json {op} {which}"),
-            )
-    for op, name in (("causal_conv1d packed", "conv"), ("gdn_gate", "gdn_gate")):
-        for which in ("fwd", "bwd"):
-            row = one(rows_of("conv_gate"), **{"op": op, "pass": which})
-            yield f"{name}_{which}", constant(row["copy_share"], "of a copy's rate", f"conv_gate.json {op} {which}")
+def pack_of(lengths, device):
+    return Pack(cu_seqlens=[0, *itertools.accumulate(lengths)], device=device)
 
 
-def of_the_slice():
-    """From one run of the slice; see the head."""
-    row = one(rows_of("slice"), variant="ours", shape="32K heavy")
-    source, tokens, kinds = "slice.json ours 32K heavy", row["tokens"], row["kinds"]
-    h, heads = REAL["hidden_size"], REAL["linear_num_value_heads"]
-    keys, values = REAL["linear_num_key_heads"] * 128, heads * 128
-    linear = h * (2 * keys + values) + 2 * h * values + 2 * h * heads
-    full = h * 3 * REAL["num_attention_heads"] * DIM + 2 * h * REAL["num_key_value_heads"] * DIM
-    dense = 3 * linear + full + 4 * (3 * h * REAL["shared_expert_intermediate_size"] + h)
-    yield (
-        "products",
-        constant(
-            8 * dense * tokens / kinds["products"] * 1e3, "flops / s", f"{source}: products, forward twice and backward"
-        ),
-    )
-    named = {name: ms for ms, name in row["longest"]}
-    ms = {part: sum(v for k, v in named.items() if f"gdn_{part}_" in k) for part in ("fwd", "prepare")}
-    forward = (ms["fwd"] + ms["prepare"] * 2 / 3) / 6  # three layers forward twice; backward prepares once more
-    backward = kinds["gated delta rule"] / 3 - 2 * forward
-    for which, value in (("fwd", forward), ("bwd", backward)):
-        yield f"gdn_{which}", constant(value / 1e3 / tokens / heads, "s a token and value head", f"{source}: gdn_*")
-    chunk_cat = next(ms for ms, name in row["longest"] if "chunk_cat" in name)
-    numbers = 3 * linear + full + 4 * (3 * h * 1024 * 33 + 33 * h) + 2 * 8192 * h
-    copy = copy_rate()[0]
-    yield (
-        "fsdp_chunk_cat",
-        constant(
-            6 * numbers / (chunk_cat / 1e3) / copy, "of a copy's rate", f"{source}: chunk_cat of bf16 gradients to fp32"
-        ),
-    )
+def launch(device):
+    """Seconds of the host."""
+    x = torch.zeros(1, device=device)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(1000):
+        x.add_(1)
+    return (time.perf_counter() - began) / 1000
 
 
-def copy_rate():
-    row = one(rows_of("adam"), op="f32")
-    return row["bytes"] / (row["copy"]["ms_median"] / 1e3), "adam.json f32: a copy of as many bytes"
-
-
-def links():
-    rows = rows_of("exchange_cuda", "h200x2")
-    small, large = (one(rows, what="rows delivered", MiB=n) for n in (1, 256))
-    rate = (256 - 1) * 2**20 / (large["bare_us"] - small["bare_us"]) * 1e6
-    source = "h200x2/exchange_cuda.json"
-    yield "pair_bytes", constant(rate, "bytes / s a direction", f"{source} rows delivered, bare, 1 and 256 MiB")
-    yield "message", constant(small["ours_us"] / 1e6, "s", f"{source} rows delivered, 1 MiB")
-    reduce = one(rows, what="reduce-scatter, float32", MiB=256)
+def links(device, rounds, tiny):
+    """As `operators`, of two ranks."""
+    n = 1 << (12 if tiny else 26)
+    sent, arriving = (torch.zeros(n, device=device) for _ in range(2))
+    half = seconds(lambda: dist.all_to_all_single(arriving, sent), device, rounds)
+    yield "pair_bytes", n * 2 / half, "all_to_all_single, half of 256 MiB to the other"
+    part = torch.zeros(n // 2, device=device)
     yield (
         "pair_reduce_scatter",
-        constant(
-            128 * 2**20 / reduce["nccl_us"] * 1e6, "bytes / s a direction", f"{source} reduce-scatter 256 MiB, NCCL"
-        ),
+        n * 2 / seconds(lambda: dist.reduce_scatter_tensor(part, sent), device, rounds),
+        ("reduce_scatter_tensor, 256 MiB"),
     )
-    yield "nvlink_bytes", constant(350e9, "bytes / s a GPU and direction", "stated")
-    yield "infiniband_bytes", constant(50e9, "bytes / s a GPU and direction", "stated: 400 Gbit/s a GPU")
-
-
-def constants():
-    rate, source = copy_rate()
-    yield "copy", constant(rate, "bytes / s, read and written", source)
-    yield from of_the_slice()
-    yield from attention()
-    yield from frames()
-    yield from experts()
-    yield from shares()
-    adam = one(rows_of("adam"), op="f32")["ours"]["ms_median"] / 1e3
-    yield "adam", constant(adam / 1e9, "s a parameter", "adam.json f32")
-    clip = one(rows_of("adam"), op="norm")["ms_median"]["clip_grad_norm_"] / 1e3
-    yield "clip", constant(clip / 1e9, "s a parameter", "adam.json norm")
-    loss = one(rows_of("loss"), op="linear_cross_entropy", row="fast")
-    t, h, v = loss["shape"]
-    again = 1 - loss["extra_bytes"] / (2 * t * v)  # logits that are made twice
-    yield (
-        "loss",
-        constant(
-            (6 + 2 * again) * t * h * v / loss["ours"]["ms_median"] * 1e3,
-            "flops / s",
-            "loss.json linear_cross_entropy fast",
-        ),
-    )
-    yield from links()
-    yield (
-        "route_host",
-        constant(
-            1e-8,
-            "s of the host a row that arrives",
-            "parallel.experts' tables of 65,536 rows, a core of another machine",
-        ),
-    )
-    yield "host_wait", constant(2e-4, "s, until the device has work again after a wait of the host", "assumed")
-    yield "slack", constant(0.05, "of what is allocated", "assumed: no committed run tells what is reserved")
-    yield "context", constant(1.5 * 2**30, "bytes", "assumed: CUDA context, libraries, NCCL's buffers")
-    yield "memory", constant(80e9, "bytes", "what a recipe must fit: an H100's; an H200 has 150e9")
+    few = [torch.zeros(1 << 10, device=device) for _ in range(2)]
+    yield "message", seconds(lambda: dist.all_to_all_single(*few), device, rounds), "all_to_all_single, 4 KiB"
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--write", action="store_true", help=f"keep them as {TARGET.name}")
+    parser.add_argument("file", nargs="?", default="machine.json", help="where the constants go")
+    parser.add_argument("--tiny", action="store_true", help="small sizes on the CPU")
+    parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    about = {
-        "machine": "NVIDIA H200, torch 2.11, CUDA 13.0",
-        "written_by": "python -m benchmarks.recipes.bench_machine",
-    }
-    text = json.dumps(about | {"constants": dict(constants())}, indent=1) + "\n"
-    print(text, end="")
-    if options.write:
-        TARGET.write_text(text)
+    device, ranks = torch.device("cpu"), int(os.environ.get("WORLD_SIZE", 1))
+    if not options.tiny:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    kept = dict(constants())
+    found = list(operators(Sizes(options.tiny), device, options.rounds, kept))
+    if ranks > 1:
+        dist.init_process_group("gloo" if options.tiny else "nccl")
+        found += links(device, options.rounds, options.tiny)
+    for name, value, what in found:
+        unit = kept.get(name, {"unit": "s"})["unit"]
+        kept[name] = constant(value, unit, f"measured here: {what}")
+    if int(os.environ.get("RANK", 0)) == 0:
+        name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU, tiny"
+        about = {"machine": f"{name}, torch {torch.__version__}", "written_by": "benchmarks.recipes.bench_machine"}
+        Path(options.file).write_text(json.dumps(about | {"constants": kept}, indent=1) + "\n")
+        for name, value, what in found:
+            print(f"{name:24} {value:10.4g}  {what}")
+    if ranks > 1:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

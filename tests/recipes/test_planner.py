@@ -16,7 +16,7 @@ from automodel_c.recipes.planner.meshes import choices, config_of, job_of
 from automodel_c.recipes.planner.packs import frames, heavy_tailed, packs
 from automodel_c.recipes.planner.slices import slice_job
 from benchmarks.ops import bench_attention_cuda
-from benchmarks.recipes import bench_machine, predictions
+from benchmarks.recipes import bench_machine, machine_file, predictions
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks/results"
@@ -43,10 +43,19 @@ def test_predictions_of_two_gpus_are_kept():
 
 
 def test_constants_are_those_of_the_committed_measurements():
-    kept = json.loads(bench_machine.TARGET.read_text())["constants"]
-    assert kept == dict(bench_machine.constants())
+    kept = json.loads(machine_file.TARGET.read_text())["constants"]
+    assert kept == dict(machine_file.constants())
     assert all(of["source"] and of["value"] > 0 for of in kept.values())
     assert heavy_tailed(32768) == tuple(bench_attention_cuda.heavy_tailed(32768))
+
+
+def test_constants_of_this_machine(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["bench_machine", str(tmp_path / "m.json"), "--tiny", "--rounds", "1"])
+    bench_machine.main()
+    machine = Machine.load(tmp_path / "m.json")
+    assert machine.sources["gdn_bwd"].startswith("measured here")
+    assert machine.sources["infiniband_bytes"].startswith("stated")
+    assert timing(slice_job([16384]), machine).step > timing(slice_job([16384]), Machine.load()).step
 
 
 @pytest.mark.parametrize(
@@ -131,7 +140,7 @@ def test_command(capsys):
     text = capsys.readouterr().out
     for words in (
         "dp 4 x cp 32, ep 8", "smallest context parallelism that fits", "64.2 GiB, 49.53 tokens/s/GPU",
-        "<- the recipe's", "59.62 GiB, 92 s a step", "32 to 42 GB", "not measured", "(one document)",
+        "<- the recipe's", "InfiniBand at 40 GB/s", "59.62 GiB, 92 s a step", "32 to 42 GB", "not measured", "(one document)",
     ):  # fmt: skip
         assert words in text
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 class Machine:
-    """Attributes are the constants of a file that `python -m benchmarks.recipes.bench_machine` writes; sources maps
+    """Attributes are the constants of a file that `automodel-c bench machine` writes; sources maps
     each to the measurement it comes from; pair: two GPUs of one host alone, whose link was measured."""
 
     def __init__(self, constants, about="", pair=False):

@@ -1,7 +1,14 @@
 """The words of `automodel-c plan recipe.yaml --gpus N`."""
 
+import copy
+import dataclasses
+
+from automodel_c.models.qwen3_5 import CONFIGS, read_config
+
+from .job import Job
 from .meshes import choice, choices, config_of, job_of
 from .packs import frames, packs
+from .timing import CROWDED, timing
 
 GIB = 2**30
 SHOWN = 6
@@ -29,6 +36,7 @@ def explain(recipe, world, machine, *, limit=None, lengths=None, media=0.25):
         own = choice(job_of(recipe, config, world, cp, ep, some, seen), machine, limit)
         yield f"{world} GPUs, a pack of {sum(some):,} tokens in {len(some)} document{'s' * (len(some) > 1)} ({name})"
         yield from _parts(own, machine, limit)
+        yield from _what_if(own, machine)
         if name == next(iter(kinds)):
             yield from _meshes(choices(recipe, config, world, some, seen, machine, limit), own, machine, limit)
         yield ""
@@ -53,6 +61,20 @@ def _parts(own, machine, limit):
     for part, seconds in took.parts.items():
         beside = f"  (+{took.hidden[part] * 1e3:.0f} ms beside other work)" if took.hidden.get(part) else ""
         yield f"    {part:28} {seconds * 1e3:8.1f} ms  {seconds / took.step:5.1%}{beside}"
+
+
+def _what_if(own, machine):
+    """The recipe's mesh where an assumption is wrong."""
+    job, took = own.job, own.timing
+    slower = copy.copy(machine)
+    slower.infiniband_bytes = machine.infiniband_bytes * 0.8
+    cases = {
+        f"InfiniBand at {slower.infiniband_bytes / 1e9:.0f} GB/s": timing(job, slower).step,
+        "no weights travel beside work": took.step + (1 - CROWDED) * sum(took.hidden.values()),
+        "the busiest rank has 1.3 of the rows of experts": took.step + 0.3 * took.parts.get("experts", 0.0),
+    }
+    words = [f"{name} {job.step_tokens / job.world / step:,.0f}" for name, step in cases.items()]
+    yield f"  tokens/s/GPU if {'; if '.join(words)}"
 
 
 def _meshes(found, own, machine, limit):
@@ -107,7 +129,8 @@ def _published(recipe, config, machine, limit, media):
         if not name.endswith(model):
             continue
         lengths = packs(recipe.packed_sequence.pack_size)[which]
-        c = choice(job_of(recipe, config, world, cp, ep, lengths, frames(sum(lengths), media)), machine, limit)
+        job = job_of(recipe, config, world, cp, ep, lengths, frames(sum(lengths), media))
+        c = choice(dataclasses.replace(job, microbatches=1), machine, limit)
         theirs = f"{seconds:.0f} s a step" if seconds else f"{rate} tokens/s/GPU"
         ours = f"{c.timing.step:.2f} s a step, {c.rate:,.0f} tokens/s/GPU"
         yield f"  {model}, {world} GPUs, {c.name}: {gib} GiB, {theirs}; ours {c.memory.allocated / GIB:.1f} GiB, {ours}"
@@ -116,31 +139,18 @@ def _published(recipe, config, machine, limit, media):
 
 
 def _pipeline(pp, tp, dp, tokens=4096):
-    """Weights in stages of equal size, fp32 masters, moments and gradients sharded over tp and dp; activations of pp
-    microbatches in flight, recomputed, each of so many tokens."""
-    from automodel_c.models.qwen3_5.config import CONFIGS, read_config
-
+    """The 27B in stages of equal size, masters, moments and gradients sharded over tp and dp; pp microbatches of
+    `tokens` in flight, whose layers keep their inputs."""
     config = read_config(CONFIGS["27B"])
-    job = Job_27B(config)
-    weights = sum(job.weights.values()) / (pp * tp * dp)
-    t = config.text
-    layers = t.num_hidden_layers / pp
-    inputs = 2 * t.hidden_size * tokens * layers * pp / tp
-    root = 2 * job.root[0] / tp
-    layer = 2 * 2 * max(sum(job.unit(kind)) for kind in t.layer_types) / tp
-    reducing = 4 * max(sum(job.unit(kind)) for kind in t.layer_types) / tp
-    ends = 4 * job.root[0] / tp + min(4 * job.root[0], 2 * tokens * t.vocab_size) / tp
-    rest = inputs + root + layer + reducing + ends
+    job, t = Job(config.text, config.vision, 1, 1, 1, (tokens,)), config.text
+    weights, end = sum(job.weights.values()) / (pp * tp * dp), job.root[0] / tp
+    layer = max(sum(job.unit(kind)) for kind in t.layer_types) / tp
+    inputs = 2 * t.hidden_size * tokens * t.num_hidden_layers / tp
+    rest = inputs + 2 * end + 2 * 2 * layer + 4 * layer + 4 * end + min(4 * job.root[0], 2 * tokens * t.vocab_size) / tp
     return (
         f"{(16 * weights + rest) / 1e9:.1f} GB with fp32 moments, {(12 * weights + rest) / 1e9:.1f} with bf16 ones"
         f" ({tokens:,} tokens a microbatch; not built)"
     )
-
-
-def Job_27B(config):
-    from .job import Job
-
-    return Job(config.text, config.vision, 1, 1, 1, (4096,))
 
 
 def _assumed(machine, media):
