@@ -4,7 +4,9 @@ import json
 import subprocess
 import sys
 
-from benchmarks.recipes.bench_slice import covered, timeline
+import pytest
+
+from benchmarks.recipes.bench_slice import JSON, covered, left, timeline
 
 
 def test_tiny_slice():
@@ -40,3 +42,20 @@ def test_what_communication_is_not_covered():
     found = timeline([(0, 4000), (6000, 9000)], [(1000, 2000), (3000, 7000), (11000, 12000)])
     assert found == {"communication_ms": 7.0, "exposed_ms": 1.0 + 1.0 + 2.0, "idle_ms": 2.0}
     assert covered([(0, 3), (1, 2), (2, 5), (7, 8)]) == 6
+
+
+def test_host_never_waits():
+    ours = [r for r in json.loads(JSON.read_text())["rows"] if r["variant"] in ("ours", "self")]
+    assert ours and all(row["waits"] == {} for row in ours)
+
+
+def test_what_is_left_beyond_the_floor():
+    rows = json.loads(JSON.read_text())["rows"]
+    text = "\n".join(left(rows))
+    for row in (r for r in rows if r["variant"] == "ours"):
+        part = text[text.index(f"{row['shape']}: {row['ms']['step']:.1f} ms") :].splitlines()[2:]
+        part = part[: next((i for i, line in enumerate(part) if not line.startswith(" ")), len(part))]
+        numbers = [[float(n) for n in line.split()[-4:]] for line in part]
+        assert sum(took for took, *_ in numbers) == pytest.approx(row["ms"]["step"], abs=0.5)
+        assert sum(floor for _, floor, *_ in numbers) == pytest.approx(row["floor_ms"], rel=0.01)
+        assert [n[3] for n in numbers] == sorted((n[3] for n in numbers), reverse=True)

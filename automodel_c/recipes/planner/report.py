@@ -57,6 +57,8 @@ def _parts(own, machine, limit):
     assumed = {"slack of the allocator": held.allocated * machine.slack, "context, NCCL's buffers": machine.context}
     for part, n in assumed.items():
         yield f"    {part:28} {n / GIB:8.2f} GiB, assumed"
+    others = sorted(((n, moment) for moment, n in held.moments_of_step.items() if moment != held.moment), reverse=True)
+    yield f"    at other moments: {', '.join(f'{moment} {n / GIB:.1f}' for n, moment in others)}"
     yield "  time:"
     for part, seconds in took.parts.items():
         beside = f"  (+{took.hidden[part] * 1e3:.0f} ms beside other work)" if took.hidden.get(part) else ""
