@@ -13,6 +13,7 @@ import argparse
 import json
 from pathlib import Path
 
+from automodel_c.recipes.planner.slices import slice_job
 from benchmarks.recipes.bench_slice import REAL
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -113,14 +114,21 @@ def of_the_slice():
     for which, value in (("fwd", forward), ("bwd", backward)):
         yield f"gdn_{which}", constant(value / 1e3 / tokens / heads, "s a token and value head", f"{source}: gdn_*")
     chunk_cat = next(ms for ms, name in row["longest"] if "chunk_cat" in name)
-    numbers = 3 * linear + full + 4 * (3 * h * 1024 * 33 + 33 * h) + 2 * 8192 * h
     copy = copy_rate()[0]
     yield (
         "fsdp_chunk_cat",
         constant(
-            6 * numbers / (chunk_cat / 1e3) / copy, "of a copy's rate", f"{source}: chunk_cat of bf16 gradients to fp32"
+            6 * sum(numbers()) / (chunk_cat / 1e3) / copy,
+            "of a copy's rate",
+            f"{source}: chunk_cat of bf16 gradients to fp32",
         ),
     )
+
+
+def numbers():
+    """Weights of the slice's layers, and of its root."""
+    job = slice_job([2])
+    return sum(sum(job.numbers(kind).values()) for kind in job.layers), sum(job.root)
 
 
 def copy_rate():
@@ -142,6 +150,20 @@ def links():
             128 * 2**20 / reduce["nccl_us"] * 1e6, "bytes / s a direction", f"{source} reduce-scatter 256 MiB, NCCL"
         ),
     )
+    alone, both = (one(rows_of("slice_ranks", "h200x2"), mesh=m, shape="32K heavy") for m in ("one", "dp 2"))
+    source = "h200x2/slice_ranks.json dp 2, 32K heavy"
+    gather = next(ms for ms, name in both["longest"] if "AllGather" in name)
+    layers, root = numbers()
+    yield (
+        "pair_gather",
+        constant((2 * layers + root) / gather * 1e3, "bytes / s a direction", f"{source}: NCCL's gathers"),
+    )
+    work = [k for k in alone["kinds"] if k not in ("other", "optimizer", "communication")]
+    slower = sum(both["kinds"][k] - alone["kinds"][k] for k in work)
+    yield "crowded", constant(
+        slower / (both["communication_ms"] - both["exposed_ms"]), "of wire time beside work",
+        f"{source}: by how much longer kernels take than on one",
+    )  # fmt: skip
     yield "nvlink_bytes", constant(350e9, "bytes / s a GPU and direction", "stated")
     yield "infiniband_bytes", constant(50e9, "bytes / s a GPU and direction", "stated: 400 Gbit/s a GPU")
 

@@ -1,8 +1,9 @@
 """What the planner says of the slice: python -m benchmarks.recipes.predictions
 
 Prints predictions beside the runs that there are, of one GPU (results/h200/slice.json) and of two
-(results/h200x2/slice_ranks.json). --write keeps those of two GPUs in results/predictions/slice_ranks.json: that file
-was committed before the first such run.
+(results/h200x2/slice_ranks.json). Those of two GPUs are the ones that were committed before the runs, in
+results/predictions/slice_ranks.json; --now makes them anew, with what the runs have taught since: how fast NCCL
+gathers, and by how much kernels beside it take longer. --write keeps new ones.
 """
 
 import argparse
@@ -70,9 +71,11 @@ def beside(rows, path):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--write", action="store_true", help=f"keep those of two GPUs as {KEPT.name}")
+    parser.add_argument("--now", action="store_true", help="those of two GPUs anew, with what their runs have taught")
     options = parser.parse_args()
     print("\n".join(beside(of_one(), RESULTS / "h200/slice.json")))
-    kept = json.loads(KEPT.read_text())["rows"] if KEPT.exists() and not options.write else list(of_two())
+    anew = options.write or options.now or not KEPT.exists()
+    kept = list(of_two()) if anew else json.loads(KEPT.read_text())["rows"]
     print("\n".join(beside(kept, RESULTS / "h200x2/slice_ranks.json")))
     if options.write:
         KEPT.parent.mkdir(parents=True, exist_ok=True)

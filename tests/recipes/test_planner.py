@@ -35,6 +35,18 @@ def test_committed_runs_of_one_gpu(run):
     assert timing(job, Machine.load()).step * 1e3 == pytest.approx(run["ms"]["step"], rel=0.2)
 
 
+@pytest.mark.parametrize("which", ["kept", "now"])
+def test_committed_runs_of_two_gpus(which):
+    rows = json.loads(predictions.KEPT.read_text())["rows"] if which == "kept" else list(predictions.of_two())
+    found = {(r["mesh"], r["shape"]): r for r in rows}
+    runs = json.loads((RESULTS / "h200x2/slice_ranks.json").read_text())["rows"]
+    assert len(runs) == 12
+    for run in runs:
+        row = found[run["mesh"], run["shape"]]
+        assert row["peak_gib"] == pytest.approx(run["peak_gib"], rel=0.1)
+        assert row["step_ms"] == pytest.approx(run["ms"]["step"], rel=0.2)
+
+
 def test_predictions_of_two_gpus_are_kept():
     kept = json.loads(predictions.KEPT.read_text())["rows"]
     assert {(r["mesh"], r["shape"]) for r in kept} >= {

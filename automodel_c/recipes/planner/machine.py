@@ -31,8 +31,8 @@ class Machine:
         return self.pair_bytes if self.pair else self.nvlink_bytes
 
     def shards(self, ranks, in_host):
-        """The same for gathers and reductions of weights over so many ranks, `in_host` of them on each host: what comes
-        from other hosts comes in once, through the links of all of them."""
+        """The same of gathers and of reductions of weights over so many ranks, `in_host` of them on each host: what
+        comes from other hosts comes in once, through the links of all of them."""
         if ranks > in_host:
-            return min(self.nvlink_bytes, in_host * self.infiniband_bytes)
-        return self.pair_reduce_scatter if self.pair else self.nvlink_bytes
+            return 2 * (min(self.nvlink_bytes, in_host * self.infiniband_bytes),)
+        return (self.pair_gather, self.pair_reduce_scatter) if self.pair else 2 * (self.nvlink_bytes,)

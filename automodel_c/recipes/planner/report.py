@@ -8,7 +8,7 @@ from automodel_c.models.qwen3_5 import CONFIGS, read_config
 from .job import Job
 from .meshes import choice, choices, config_of, job_of
 from .packs import frames, packs
-from .timing import CROWDED, timing
+from .timing import timing
 
 GIB = 2**30
 SHOWN = 6
@@ -70,9 +70,12 @@ def _what_if(own, machine):
     job, took = own.job, own.timing
     slower = copy.copy(machine)
     slower.infiniband_bytes = machine.infiniband_bytes * 0.8
+    quieter = copy.copy(machine)
+    quieter.crowded = 0.1
     cases = {
         f"InfiniBand at {slower.infiniband_bytes / 1e9:.0f} GB/s": timing(job, slower).step,
-        "no weights travel beside work": took.step + (1 - CROWDED) * sum(took.hidden.values()),
+        "no weights travel beside work": took.step + (1 - machine.crowded) * sum(took.hidden.values()),
+        f"wires slow the work beside them by 0.1 of their time, not {machine.crowded:.2f}": timing(job, quieter).step,
         "the busiest rank has 1.3 of the rows of experts": took.step + 0.3 * took.parts.get("experts", 0.0),
     }
     words = [f"{name} {job.step_tokens / job.world / step:,.0f}" for name, step in cases.items()]

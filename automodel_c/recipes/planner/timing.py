@@ -13,8 +13,6 @@ from automodel_c.models.qwen3_5.config import FULL
 
 from .job import HOST
 
-CROWDED = 0.15  # of wire time, by which kernels beside it take longer: NCCL's multiprocessors; assumed
-
 
 @dataclass
 class Timing:
@@ -219,28 +217,27 @@ def _shards(job, machine, layers, total, hidden):
         if job.ep == 1:
             dense, experts = dense + experts, 0
         sides.append([(dense, job.world, False), (experts, job.world // job.ep, job.ep > 1)])
-    for layer, parts in zip(layers, sides, strict=True):
+    part, ends = "FSDP gather and scatter", []
+    for layer, units in zip(layers, sides, strict=True):
         gather = again = reduce = copies = 0.0
-        for n, ranks, apart in parts:
-            stays = apart and job.experts_stay
-            share, rate = (ranks - 1) / ranks, machine.shards(ranks, _in_host(job, apart))
+        for n, ranks, apart in units:
+            stays, share = apart and job.experts_stay, (ranks - 1) / ranks
+            gathers, reductions = machine.shards(ranks, _in_host(job, apart))
             copies += (2 - stays) * _gather_copies(n, ranks, apart, machine) + _reduce_copies(n, ranks, apart, machine)
-            gather += 2 * n * share / rate
-            again += 0.0 if stays else 2 * n * share / rate
-            reduce += job.reduce_bytes * n * share / rate
+            gather += 2 * n * share / gathers
+            again += 0.0 if stays else 2 * n * share / gathers
+            reduce += job.reduce_bytes * n * share / reductions
         total.add("FSDP copies", copies)
-        _beside("FSDP gather and scatter", gather, layer.forward.all(), total, hidden)
-        _beside("FSDP gather and scatter", again + reduce, layer.again.all() + layer.backward.all(), total, hidden)
-    root = sum(job.root) + job.mtp
-    share, rate = (job.world - 1) / job.world, machine.shards(job.world, _in_host(job, False))
+        _beside(part, gather, layer.forward.all(), machine, total, hidden)
+        _beside(part, again + reduce, layer.again.all() + layer.backward.all(), machine, total, hidden)
+        ends.append((gather, again, reduce))
+    total.add(part, ends[0][0] + ends[-1][1] + ends[0][2])  # the first gathers of both passes, the last reduction
+    root, share = sum(job.root) + job.mtp, (job.world - 1) / job.world
+    gathers, reductions = machine.shards(job.world, _in_host(job, False))
     trained = job.trained("embedding, head") if job.head else job.root[0]
-    total.add(
-        "FSDP copies",
-        _gather_copies(root, job.world, False, machine) + _reduce_copies(trained, job.world, False, machine),
-    )
-    total.add(
-        "FSDP gather and scatter", (2 * root + job.reduce_bytes * trained) * share / rate
-    )  # nothing runs beside it
+    total.add("FSDP copies", _gather_copies(root, job.world, False, machine))
+    total.add("FSDP copies", _reduce_copies(trained, job.world, False, machine))
+    total.add(part, (2 * root / gathers + job.reduce_bytes * trained / reductions) * share)  # nothing runs beside it
 
 
 def _in_host(job, apart):
@@ -258,9 +255,10 @@ def _reduce_copies(n, ranks, apart, machine):
     return (6 * n / machine.fsdp_chunk_cat + alone + (4 * n if apart and ranks > 1 else 0)) / machine.copy
 
 
-def _beside(part, wire, work, total, hidden):
+def _beside(part, wire, work, machine, total, hidden):
+    """What of a wire's time shows; beside it, kernels that share the multiprocessors take longer."""
     shown = max(0.0, wire - work)
-    total.add(part, shown + CROWDED * (wire - shown))
+    total.add(part, shown + machine.crowded * (wire - shown))
     hidden[part] = hidden.get(part, 0.0) + wire - shown
 
 
