@@ -58,32 +58,33 @@ def _moments(job, all_gradients):
     rows = job.tokens * 2 * h
     shards = [4 * sum(job.numbers(kind).values()) / job.world for kind in layers]
     embedding, head = job.root
-    root = {"gathered weights": 2 * (embedding + head)}
-    staying = sum(2 * job.unit(kind)[1] for kind in layers) if job.experts_stay else 0
+    root, waits = 2 * (embedding + head), job.deferred and job.microbatches > 1
+    units = [job.unit(kind) for kind in layers]
+    # what stays gathered: experts where they are told to, everything while gradients wait
+    stays = [(dense if waits else 0, experts if waits or job.experts_stay else 0) for dense, experts in units]
+    staying = sum(2 * sum(of) for of in stays)
     kept = [_kept(job, kind) for kind in layers]
+    saved = [0 if job.recompute else sum(layer_bytes(job, kind)[:2]) for kind in layers]
     inputs = job.tokens * (24 + 8 + 8) + (job.tokens * 4 * h if job.projected else 0)
     head_gradient = 2 * head if job.head else 0
     before = all_gradients if job.microbatches > 1 else 0.0  # what earlier microbatches left
-    waiting = sum(4 * (a + b) for a, b in map(job.unit, layers)) if job.deferred and job.microbatches > 1 else 0
+    waiting = sum(4 * sum(of) for of in units) if waits else 0
     if job.head:
         yield "the loss", {
-            "gradients": before, **root | {"gathered weights": root["gathered weights"] + staying},
-            "kept for backward": sum(kept) + 2 * rows, "loss": loss_bytes(job) + rows, "inputs": inputs,
+            "gradients": before, "gathered weights": root + staying, "inputs": inputs,
+            "kept for backward": sum(kept) + sum(saved) + 2 * rows, "loss": loss_bytes(job) + rows,
             "gradients on their way": head_gradient + waiting,
         }  # fmt: skip
     for i, kind in reversed(list(enumerate(layers))):
-        dense, experts = job.unit(kind)
-        passing = 2 * (dense + (0 if job.experts_stay else experts))
-        ahead = job.unit(layers[i - 1]) if i else (0, 0)
-        passing += 2 * (ahead[0] + (0 if job.experts_stay else ahead[1]))
-        after = job.unit(layers[i + 1]) if i + 1 < len(layers) else (0, 0)
-        reducing = 4 * (after[0] + (after[1] if job.ep == 1 else 0)) if job.world and not job.deferred else 0
+        dense, experts = units[i]
+        passing = sum(2 * (sum(units[j]) - sum(stays[j])) for j in (i - 1, i) if j >= 0)  # one is gathered ahead
+        after = units[i + 1] if i + 1 < len(layers) else (0, 0)
+        reducing = 4 * (after[0] + (after[1] if job.ep == 1 else 0))
         mixer, mlp, workspace = layer_bytes(job, kind)
-        whole = (sum(kept) + _saved(job, i, layers)) if not job.recompute else sum(kept[: i + 1])
         common = {
             "gradients": max(before, sum(shards[i + 1 :])),
-            "gathered weights": root["gathered weights"] + passing + staying,
-            "kept for backward": whole, "inputs": inputs,
+            "gathered weights": root + passing + staying,
+            "kept for backward": sum(kept[: i + 1]) + sum(saved[:i]), "inputs": inputs,
         }  # fmt: skip
         yield "backward of a layer's experts" if job.text.num_experts else "backward of a layer's MLP", {
             **common, "a layer's activations": mixer + mlp, "workspace": workspace,
@@ -108,11 +109,6 @@ def _moments(job, all_gradients):
             "gradients on their way": 4 * trained + max(2 * trained, shard),
         }  # fmt: skip
     yield "the optimizer", {"gradients": all_gradients, "inputs": inputs}
-
-
-def _saved(job, i, layers):
-    """Without recomputation: what layers up to i hold beyond what recomputation keeps."""
-    return sum(sum(layer_bytes(job, kind)[:2]) for kind in layers[:i])
 
 
 def loss_bytes(job):

@@ -38,10 +38,11 @@ def config_of(recipe):
 def job_of(recipe, config, world, cp, ep, lengths, frames=()):
     """The Job of a schema.Recipe. lengths: of one pack; a microbatch is local_batch_size of them."""
     section, steps, frozen = recipe.distributed, recipe.step_scheduler, recipe.freeze_config
-    if section.activation_checkpointing == "selective" or section.activation_checkpointing_scope == "vision":
-        recompute = "selective" if section.activation_checkpointing == "selective" else False
-    else:
-        recompute = bool(section.activation_checkpointing)
+    recompute = section.activation_checkpointing
+    if recompute != "selective":
+        recompute = bool(recompute)
+    if section.activation_checkpointing_scope == "vision":
+        recompute = False
     if frozen.freeze_language_model:
         raise RecipeError("automodel-c plan predicts runs that train the language model; freeze_language_model is true")
     batch = steps.local_batch_size

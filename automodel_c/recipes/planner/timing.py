@@ -226,7 +226,7 @@ def _shards(job, machine, layers, total, hidden):
             copies += (2 - stays) * _gather_copies(n, ranks, apart, machine) + _reduce_copies(n, ranks, apart, machine)
             gather += 2 * n * share / gathers
             again += 0.0 if stays else 2 * n * share / gathers
-            reduce += job.reduce_bytes * n * share / reductions
+            reduce += job.reduce_bytes * n * share / reductions / (job.microbatches if job.deferred else 1)
         total.add("FSDP copies", copies)
         _beside(part, gather, layer.forward.all(), machine, total, hidden)
         _beside(part, again + reduce, layer.again.all() + layer.backward.all(), machine, total, hidden)
