@@ -42,9 +42,10 @@ def write():
 
 
 def check(run):
-    """The last loss, gradients and memory of a run; exit status 1 where one is not as asked."""
+    """The last loss, gradients and memory of a run; exit status 1 where one is not as asked. Memory is the most so far,
+    on a CPU with what malloc holds: it nears its end slowly, and must not grow by 2 % in the last quarter."""
     rows = [json.loads(line) for line in (Path(run) / "metrics.jsonl").open(encoding="utf-8")]
-    last, settled = rows[-1], rows[len(rows) // 4]
+    last, settled = rows[-1], rows[len(rows) * 3 // 4]
     grown = last["memory"] / settled["memory"] - 1
     print(f"{len(rows)} steps: loss {rows[0]['loss']:.3f} to {last['loss']:.4f} (asked: below 0.05)")
     print(f"gradient norms {min(r['grad_norm'] for r in rows):.3g} to {max(r['grad_norm'] for r in rows):.3g}")

@@ -53,4 +53,4 @@ def test_four_ranks(data, tmp_path):
     assert len(rows) == 8
     assert all(math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"]) for row in rows)
     assert rows[-1]["loss"] < 0.7 * rows[0]["loss"]
-    assert rows[-1]["memory"] < 1.05 * rows[3]["memory"]
+    assert rows[-1]["memory"] < 1.02 * rows[-3]["memory"]
