@@ -13,8 +13,8 @@ import argparse
 import json
 from pathlib import Path
 
-from automodel_c.recipes.planner.slices import slice_job
 from benchmarks.recipes.bench_slice import REAL
+from benchmarks.recipes.slice_jobs import slice_job
 
 RESULTS = Path(__file__).parents[1] / "results"
 TARGET = Path(__file__).parents[2] / "automodel_c/recipes/planner/machines/h200.json"

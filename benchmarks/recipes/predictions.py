@@ -11,8 +11,8 @@ import json
 from pathlib import Path
 
 from automodel_c.recipes.planner import Machine, memory, timing
-from automodel_c.recipes.planner.slices import slice_job
 from benchmarks.ops.bench_attention_cuda import heavy_tailed
+from benchmarks.recipes.slice_jobs import slice_job
 
 RESULTS = Path(__file__).parents[1] / "results"
 KEPT = RESULTS / "predictions/slice_ranks.json"

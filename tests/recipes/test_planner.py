@@ -14,9 +14,9 @@ from automodel_c.recipes.dry_run import dry_run
 from automodel_c.recipes.planner import Machine, memory, timing
 from automodel_c.recipes.planner.meshes import choices, config_of, job_of
 from automodel_c.recipes.planner.packs import frames, heavy_tailed, packs
-from automodel_c.recipes.planner.slices import slice_job
 from benchmarks.ops import bench_attention_cuda
 from benchmarks.recipes import bench_machine, machine_file, predictions
+from benchmarks.recipes.slice_jobs import slice_job
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks/results"

@@ -1,8 +1,7 @@
 """The slice of the 122B that benchmarks.recipes.bench_slice runs, as Jobs: what predictions are held against."""
 
 from automodel_c.models.qwen3_5.config import CONFIGS, read_config
-
-from .job import Job
+from automodel_c.recipes.planner import Job
 
 EXPERTS, HEADLESS, LOSS_BYTES = 32, 8192, 6 << 30
 
