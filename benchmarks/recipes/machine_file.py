@@ -13,6 +13,7 @@ import argparse
 import json
 from pathlib import Path
 
+from automodel_c.recipes.planner.packs import heavy_tailed
 from benchmarks.recipes.bench_slice import REAL
 from benchmarks.recipes.slice_jobs import slice_job
 
@@ -164,6 +165,12 @@ def links():
         slower / (both["communication_ms"] - both["exposed_ms"]), "of wire time beside work",
         f"{source}: by how much longer kernels take than on one",
     )  # fmt: skip
+    spread = one(rows_of("slice_ranks", "h200x2"), mesh="ep 2", shape="32K heavy")
+    rows = slice_job(heavy_tailed(32768), world=2, ep=2).arriving * 32768 * REAL["num_hidden_layers"]
+    yield "rows_idle", constant(
+        (spread["idle_ms"] - alone["idle_ms"]) / 1e3 / rows, "s a row that arrives",
+        "h200x2/slice_ranks.json ep 2, 32K heavy: nothing runs on the device, beyond what one rank has of that",
+    )  # fmt: skip
     yield "nvlink_bytes", constant(350e9, "bytes / s a GPU and direction", "stated")
     yield "infiniband_bytes", constant(50e9, "bytes / s a GPU and direction", "stated: 400 Gbit/s a GPU")
 
@@ -192,15 +199,6 @@ def constants():
         ),
     )
     yield from links()
-    yield (
-        "route_host",
-        constant(
-            1e-8,
-            "s of the host a row that arrives",
-            "parallel.experts' tables of 65,536 rows, a core of another machine",
-        ),
-    )
-    yield "host_wait", constant(2e-4, "s, until the device has work again after a wait of the host", "assumed")
     yield "slack", constant(0.05, "of what is allocated", "assumed: no committed run tells what is reserved")
     yield "context", constant(1.5 * 2**30, "bytes", "assumed: CUDA context, libraries, NCCL's buffers")
     yield "memory", constant(80e9, "bytes", "what a recipe must fit: an H100's; an H200 has 150e9")

@@ -182,9 +182,7 @@ class _Layer:
             copies = (4 * sent + 2 * own) * nbytes / m.copy
             self.waits.add("EP wire", times * (m.message + sent * nbytes * byte + copies))
         self.waits.add("EP wire", m.message)  # counts
-        shared = 2 * job.tokens * 3 * t.hidden_size * t.shared_expert_intermediate_size / m.products
-        host = job.tokens * job.arriving * m.route_host + m.host_wait
-        self.waits.add("host, rows of experts", max(0.0, host - shared))  # the shared expert runs meanwhile
+        self.waits.add("host, rows of experts", job.tokens * job.arriving * m.rows_idle)
 
 
 def _attention_wire(job, machine):
