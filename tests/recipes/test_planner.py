@@ -175,6 +175,7 @@ def test_command(capsys):
     [
         (["plan", LARGE], "--gpus"),
         (["plan", LARGE, "--gpus", "24"], "cp_size=32, but 24 ranks"),
+        (["plan", "examples/digits_cp2.yaml", "--gpus", "2", "packed_sequence.pack_size=null"], "--lengths"),
         (["plan", "--gpus", "8"], "give a recipe with --gpus N, or --explain"),
         (["plan", LARGE, "--gpus", "128", "seeed=1"], "seeed"),
         (["plan", LARGE, "--gpus", "128", "--machine", "nowhere.json"], "nowhere.json"),

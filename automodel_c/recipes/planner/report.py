@@ -28,6 +28,8 @@ def explain(recipe, world, machine, *, limit=None, lengths=None, media=0.25):
     None: uneven documents and one document. limit: bytes of a GPU. media: share of tokens that are media's."""
     limit = limit or machine.memory
     size = recipe.packed_sequence.pack_size
+    if not (lengths or size):
+        raise ValueError("plan: the recipe has no packed_sequence.pack_size, so --lengths must say what is packed")
     kinds = {"given": tuple(lengths)} if lengths else packs(size)
     section = recipe.distributed
     cp, ep, config = section.cp_size or 1, section.ep_size or 1, config_of(recipe)
@@ -76,8 +78,9 @@ def _what_if(own, machine):
         f"InfiniBand at {slower.infiniband_bytes / 1e9:.0f} GB/s": timing(job, slower).step,
         "no weights travel beside work": took.step + (1 - machine.crowded) * sum(took.hidden.values()),
         f"wires slow the work beside them by 0.1 of their time, not {machine.crowded:.2f}": timing(job, quieter).step,
-        "the busiest rank has 1.3 of the rows of experts": took.step + 0.3 * took.parts.get("experts", 0.0),
     }
+    if job.text.num_experts:
+        cases["the busiest rank has 1.3 of the rows of experts"] = took.step + 0.3 * took.parts["experts"]
     words = [f"{name} {job.step_tokens / job.world / step:,.0f}" for name, step in cases.items()]
     yield f"  tokens/s/GPU if {'; if '.join(words)}"
 
@@ -133,7 +136,7 @@ def _published(recipe, config, machine, limit, media):
     for model, (world, cp, ep), gib, seconds, rate, which in PUBLISHED:
         if not name.endswith(model):
             continue
-        lengths = packs(recipe.packed_sequence.pack_size)[which]
+        lengths = packs(131072)[which]
         job = job_of(recipe, config, world, cp, ep, lengths, frames(sum(lengths), media))
         c = choice(dataclasses.replace(job, microbatches=1), machine, limit)
         theirs = f"{seconds:.0f} s a step" if seconds else f"{rate} tokens/s/GPU"
@@ -167,6 +170,7 @@ def _assumed(machine, media):
     yield (
         f"  assumed: {media:.0%} of tokens are images' or clips' in frames of 1,024 patches; experts are chosen evenly;"
         " hosts of 8, ep innermost, so that up to 8 ranks of ep share NVLink; weights over hosts travel at InfiniBand's"
-        " rate, one gather or reduction at a time; no time is lost between hosts beyond that"
+        " rate, one gather or reduction at a time; no time is lost between hosts beyond that; the device always has"
+        " work, which it has not where a model is too small for the host to be ahead"
     )
     yield "  not measured: more than two GPUs, several hosts, 48 layers; data loading and checkpoints are left out"
