@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +31,8 @@ def main(argv=None):
         if missing not in _TRAIN_MODULES:
             raise
         return _complain(f"{missing} is not installed: pip install 'automodel_c[train]'")
+    except KeyboardInterrupt:
+        return _complain("interrupted", 128 + signal.SIGINT)
 
 
 def _parser():
@@ -188,11 +191,14 @@ def _dry_run(recipe, arguments):
 
 def _train_here(recipe, check):
     from .recipes.finetune_vlm import UsageError, train
+    from .recipes.interrupt import Interrupted
 
     try:
         train(recipe, check=check)
     except UsageError as error:
         return _complain(error)
+    except Interrupted as error:
+        return _complain(error, error.status)
     return 0
 
 
@@ -231,43 +237,27 @@ def _bench(arguments):
     return 0
 
 
-def _complain(error):
+def _complain(error, status=USAGE_ERROR):
     if os.environ.get("RANK", "0") == "0":
-        print(f"automodel-c: error: {error}", file=sys.stderr)
-    return USAGE_ERROR
+        print(f"automodel-c: {'error: ' if status == USAGE_ERROR else ''}{error}", file=sys.stderr)
+    return status
 
 
 def _start_ranks(arguments):
-    """Runs the same command under torchrun's launcher; returns the exit status of the rank that failed first, or 0."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    """Runs the same command on --nproc ranks; returns the exit status of the rank that failed first, or 0."""
+    from .recipes.interrupt import SIGNALS
+    from .recipes.launch import run_ranks
 
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // arguments.nproc)))
     command = ["-m", "automodel_c", "train", arguments.recipe, *arguments.overrides]
     if arguments.check:
         command.append("--check")
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=arguments.nproc,
-        max_restarts=0,
-        start_method="spawn",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        run_id=str(os.getpid()),
-    )
-    try:
-        elastic_launch(config, sys.executable)(*command)
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        if failure.exitcode != USAGE_ERROR:
-            print(f"automodel-c: rank {rank} failed first, with exit status {failure.exitcode}", file=sys.stderr)
-        return failure.exitcode if failure.exitcode > 0 else 1
-    except SignalException as error:
-        print(f"automodel-c: ended by {error.sigval.name}", file=sys.stderr)
-        return 128 + error.sigval
-    return 0
+    rank, status = run_ranks(command, arguments.nproc)
+    if status in (0, USAGE_ERROR, *(128 + number for number in SIGNALS)):
+        return status  # it has said why
+    if -status in SIGNALS:
+        return _complain(f"ended by {SIGNALS[SIGNALS.index(-status)].name}", 128 - status)
+    how = f", with exit status {status}" if status > 0 else f": killed by {signal.Signals(-status).name}"
+    return _complain(f"rank {rank} failed first{how}", status if status > 0 else 128 - status)
 
 
 def _doctor(_):

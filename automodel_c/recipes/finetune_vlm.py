@@ -23,6 +23,7 @@ from .calls import calls_of
 from .checkpoint import Checkpoints, checkpoints_of, load_checkpoint, step_folder
 from .config import frame_sharding
 from .evaluate import evaluate
+from .interrupt import NEVER, Interrupt, Interrupted, stay_apart
 from .metrics import MetricsLog, Progress, memory_gib
 from .plots import draw_curves
 from .prewarm import prewarm
@@ -49,6 +50,7 @@ class Run:
     output: Path
     checkpoints: Checkpoints | None
     reads: list  # bytes of the model's files that each rank has read, [] where the weights come from elsewhere
+    interrupted: Interrupted | None = None  # why it left early, the same on every rank
 
     @property
     def data_order(self):
@@ -58,7 +60,8 @@ class Run:
 def train(recipe, *, check=False):
     """Runs a schema.Recipe on this rank; with check, builds everything and stops before the first step.
 
-    Returns the Evaluation of the held-out data, None when the recipe names none or with check.
+    Returns the Evaluation of the held-out data, None when the recipe names none or with check. Interrupted, on every
+    rank, where SIGINT or SIGTERM ended the run early.
     """
     transformers_logging.set_verbosity_error()  # on a CPU it advises kernels that are for GPUs
     with start_ranks(recipe) as runtime, parts.guard():
@@ -66,7 +69,10 @@ def train(recipe, *, check=False):
         if check:
             _say(run, f"recipe is fine: {describe(run)}")
             return None
-        return fit(run)
+        evaluation = fit(run)
+    if run.interrupted:
+        raise run.interrupted
+    return evaluation
 
 
 def _build_or_complain(recipe, runtime):
@@ -222,7 +228,10 @@ def _sampler(recipe, samples, runtime, first_step):
 
 
 def fit(run):
-    """Trains a Run to its last step and writes its output. Returns the last Evaluation, None without held-out data."""
+    """Trains a Run to its last step and writes its output. Returns the last Evaluation, None without held-out data.
+
+    A run that SIGINT or SIGTERM reached saves a checkpoint, returns None and says so in `run.interrupted`.
+    """
     _say(run, describe(run))
     if isinstance(run.dataset, PackedDataset):
         _say(run, run.dataset.describe())
@@ -230,13 +239,16 @@ def fit(run):
     if run.recipe.step_scheduler.gc_every_steps:
         gc.disable()
     failed = True
-    try:
-        evaluation = _loop(run, logs)
-        failed = False
-    finally:
-        gc.enable()
-        if run.checkpoints is not None:
-            run.checkpoints.close(failed=failed)
+    with Interrupt(notice=run.runtime.is_main) as interrupt:
+        try:
+            evaluation = _loop(run, logs, interrupt)
+            failed = False
+        finally:
+            gc.enable()
+            if run.checkpoints is not None:
+                run.checkpoints.close(failed=failed)
+    if run.interrupted:
+        return None
     if evaluation is None and run.held_out is not None:
         evaluation = _evaluate(run, run.sampler.steps, logs)
     if run.recipe.checkpoint.enabled and run.recipe.checkpoint.save_consolidated:
@@ -249,23 +261,43 @@ def fit(run):
     return evaluation
 
 
-def _loop(run, logs):
-    """All steps that are left. Returns the Evaluation after the last, if there was one."""
+def _loop(run, logs, interrupt):
+    """All steps that are left, until `interrupt` is asked on any rank. Returns the Evaluation after the last, if there
+    was one."""
     sampler, runtime = run.sampler, run.runtime
     progress = Progress(sampler.steps, sampler.first_step, show=runtime.is_main)
     microbatches = iter(_loader(run))
     evaluation = None
     for step in range(sampler.first_step + 1, sampler.steps + 1):
         batches = [next(microbatches) for _ in range(sampler.microbatches)]
-        result = _step(run, step, batches)
+        result = _step(run, step, batches, interrupt)
+        if isinstance(result, int):
+            run.interrupted = _leave(run, step - 1, result)
+            break
         row = _row(run, step, result, progress.step_seconds())
         if runtime.is_main:
             logs[0].append(row)
             progress.show(row)
+        if result.asked:
+            run.interrupted = _leave(run, step, result.asked)
+            break
         evaluation = _after_step(run, step, logs)
         progress.skip()
     progress.close()
     return evaluation
+
+
+def _leave(run, step, number):
+    """Saves what `step` steps have made, where that is not done yet; the Interrupted that says how to go on."""
+    done = f"left after step {step} of {run.sampler.steps}"
+    if run.checkpoints is None:
+        return Interrupted(number, f"{done}, nothing was saved: checkpoint.enabled is false")
+    if step == run.sampler.first_step:
+        return Interrupted(number, f"{done}, before a step was taken: there is nothing to save")
+    if run.checkpoints.saved != step:
+        run.checkpoints.save(step, run.model, run.optimizer, data=run.data_order)
+    folder = run.checkpoints.folder / f"step_{step}"
+    return Interrupted(number, f"{done}; to go on: the same command with checkpoint.restore_from={folder}")
 
 
 def _open_logs(run):
@@ -284,6 +316,7 @@ def _loader(run):
         pin_memory=section.pin_memory,
         collate_fn=_Collate(calls_of(run.model).collate, run.processor, run.recipe.packed_sequence.collate_max_length),
         generator=torch.Generator(),
+        worker_init_fn=stay_apart,
     )
 
 
@@ -297,7 +330,7 @@ class _Collate:
         return self.collate(samples, self.processor, max_length=self.max_length)
 
 
-def _step(run, step, batches):
+def _step(run, step, batches, interrupt=NEVER):
     recipe = run.recipe
     return train_step(
         run.model,
@@ -309,6 +342,7 @@ def _step(run, step, batches):
         runtime=run.runtime,
         per_microbatch=recipe.pipeline.reduce_grad_per_microbatch,
         fused=resolve("loss_fn", recipe.loss_fn._target_) == "fused_linear",
+        interrupt=interrupt,
     )
 
 

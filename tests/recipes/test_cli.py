@@ -163,18 +163,23 @@ def test_main_without_the_packages_for_training(module):
     )
 
 
-def test_main_ended_by_a_signal(monkeypatch, capsys):
-    """Ctrl-C ends the launcher without a traceback of its own."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.launcher import api
-
-    def ended(*_):
-        raise SignalException("got a signal", signal.SIGINT)
-
-    monkeypatch.setattr(api, "elastic_launch", lambda *_: ended)
+@pytest.mark.parametrize(
+    "rank, status, expected, said",
+    [
+        (None, 0, 0, ""),
+        (1, 2, 2, ""),
+        (0, 130, 130, ""),
+        (1, -signal.SIGTERM, 143, "automodel-c: ended by SIGTERM\n"),
+        (1, -signal.SIGKILL, 137, "automodel-c: rank 1 failed first: killed by SIGKILL\n"),
+        (0, 1, 1, "automodel-c: rank 0 failed first, with exit status 1\n"),
+    ],
+)
+def test_main_of_ranks_that_ended(monkeypatch, capsys, rank, status, expected, said):
+    """The launcher adds a line of its own only where no rank has said why."""
+    monkeypatch.setattr("automodel_c.recipes.launch.run_ranks", lambda *_: (rank, status))
     monkeypatch.delenv("RANK", raising=False)
-    assert main(["train", DIGITS, "--nproc", "2"]) == 128 + signal.SIGINT
-    assert capsys.readouterr().err == "automodel-c: ended by SIGINT\n"
+    assert main(["train", DIGITS, "--nproc", "2"]) == expected
+    assert capsys.readouterr().err == said
 
 
 def test_doctor(capsys):
