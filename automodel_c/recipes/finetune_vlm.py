@@ -1,6 +1,7 @@
 """Fine-tunes a Qwen3.5 vision-language model: the recipe that `automodel-c train` runs."""
 
 import gc
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,9 +25,11 @@ from .checkpoint import Checkpoints, checkpoints_of, load_checkpoint, step_folde
 from .config import frame_sharding
 from .evaluate import evaluate
 from .interrupt import NEVER, Interrupt, Interrupted, stay_apart
-from .metrics import MetricsLog, Progress, memory_gib
+from .logs import Logs, check_loggers
+from .metrics import Progress, memory_gib
 from .plots import draw_curves
 from .prewarm import prewarm
+from .profile import Profile, span
 from .runtime import UsageError, seed_model, seed_training, start_ranks
 from .schedule import LrSchedule
 from .schema import Recipe
@@ -51,24 +54,30 @@ class Run:
     checkpoints: Checkpoints | None
     reads: list  # bytes of the model's files that each rank has read, [] where the weights come from elsewhere
     interrupted: Interrupted | None = None  # why it left early, the same on every rank
+    profile: Profile | None = None  # what looks at the steps, on the main rank where it was asked for
 
     @property
     def data_order(self):
         return data_order(self.recipe, len(self.dataset))
 
 
-def train(recipe, *, check=False):
-    """Runs a schema.Recipe on this rank; with check, builds everything and stops before the first step.
+def train(recipe, *, check=False, profile=None):
+    """Runs a schema.Recipe on this rank; with check, builds everything and stops before the first step. profile: how
+    many steps to take times of, operator by operator (None: of none).
 
     Returns the Evaluation of the held-out data, None when the recipe names none or with check. Interrupted, on every
     rank, where SIGINT or SIGTERM ended the run early.
     """
+    check_loggers(recipe)
     transformers_logging.set_verbosity_error()  # on a CPU it advises kernels that are for GPUs
     with start_ranks(recipe) as runtime, parts.guard():
         run = _build_or_complain(recipe, runtime)
         if check:
             _say(run, f"recipe is fine: {describe(run)}")
             return None
+        if profile and runtime.is_main:
+            left = run.sampler.steps - run.sampler.first_step
+            run.profile = Profile(profile, left=left, device=runtime.device, world=runtime.world)
         evaluation = fit(run)
     if run.interrupted:
         raise run.interrupted
@@ -235,7 +244,38 @@ def fit(run):
     _say(run, describe(run))
     if isinstance(run.dataset, PackedDataset):
         _say(run, run.dataset.describe())
-    logs = _open_logs(run)
+    with _open_logs(run) as logs:
+        evaluation = _fit(run, logs)
+        if evaluation is None and run.held_out is not None and not run.interrupted:
+            evaluation = _evaluate(run, run.sampler.steps, logs)
+    export = run.recipe.checkpoint.enabled and run.recipe.checkpoint.save_consolidated
+    if export and not run.interrupted:
+        export_hf(run.model, run.processor, run.output / "hf")
+    if run.runtime.is_main:
+        draw_curves(run.output / "metrics.jsonl", run.output / "validation.jsonl", run.output / "curves.png")
+    if run.interrupted:
+        return None
+    _say(run, f"wrote {run.output}")
+    if evaluation is not None:
+        _say(run, evaluation.describe())
+    return evaluation
+
+
+@contextmanager
+def _open_logs(run):
+    """The Logs of the main rank, None on the others."""
+    logs = Logs(run.recipe, run.output, run.sampler.first_step) if run.runtime.is_main else None
+    failed = True
+    try:
+        yield logs
+        failed = False
+    finally:
+        if logs is not None:
+            logs.close(failed=failed)
+
+
+def _fit(run, logs):
+    """All steps that are left, with what surrounds them. Returns the Evaluation after the last, if there was one."""
     if run.recipe.step_scheduler.gc_every_steps:
         gc.disable()
     failed = True
@@ -247,17 +287,6 @@ def fit(run):
             gc.enable()
             if run.checkpoints is not None:
                 run.checkpoints.close(failed=failed)
-    if run.interrupted:
-        return None
-    if evaluation is None and run.held_out is not None:
-        evaluation = _evaluate(run, run.sampler.steps, logs)
-    if run.recipe.checkpoint.enabled and run.recipe.checkpoint.save_consolidated:
-        export_hf(run.model, run.processor, run.output / "hf")
-    if run.runtime.is_main:
-        draw_curves(run.output / "metrics.jsonl", run.output / "validation.jsonl", run.output / "curves.png")
-    _say(run, f"wrote {run.output}")
-    if evaluation is not None:
-        _say(run, evaluation.describe())
     return evaluation
 
 
@@ -269,22 +298,36 @@ def _loop(run, logs, interrupt):
     microbatches = iter(_loader(run))
     evaluation = None
     for step in range(sampler.first_step + 1, sampler.steps + 1):
-        batches = [next(microbatches) for _ in range(sampler.microbatches)]
-        result = _step(run, step, batches, interrupt)
+        with run.profile.step(step) if run.profile else nullcontext():
+            with span("data"):
+                batches = [next(microbatches) for _ in range(sampler.microbatches)]
+            result = _step(run, step, batches, interrupt)
         if isinstance(result, int):
             run.interrupted = _leave(run, step - 1, result)
             break
         row = _row(run, step, result, progress.step_seconds())
         if runtime.is_main:
-            logs[0].append(row)
+            logs.train(row)
             progress.show(row)
         if result.asked:
             run.interrupted = _leave(run, step, result.asked)
             break
         evaluation = _after_step(run, step, logs)
+        _tell_profile(run, progress)
         progress.skip()
     progress.close()
+    _tell_profile(run, progress, last=True)
     return evaluation
+
+
+def _tell_profile(run, progress, *, last=False):
+    """Prints and writes what --profile found, when it has."""
+    if run.profile is not None and (last or run.profile.table is not None):
+        table, run.profile = run.profile.finish(), None
+        if table is not None:
+            run.output.mkdir(parents=True, exist_ok=True)
+            table.write(run.output)
+            progress.say("\n".join([*table.lines(), f"wrote {run.output}/profile.json and profile.png"]))
 
 
 def _leave(run, step, number):
@@ -298,13 +341,6 @@ def _leave(run, step, number):
         run.checkpoints.save(step, run.model, run.optimizer, data=run.data_order)
     folder = run.checkpoints.folder / f"step_{step}"
     return Interrupted(number, f"{done}; to go on: the same command with checkpoint.restore_from={folder}")
-
-
-def _open_logs(run):
-    if not run.runtime.is_main:
-        return None
-    names = ("metrics.jsonl", "validation.jsonl")
-    return [MetricsLog(run.output / name, run.sampler.first_step) for name in names]
 
 
 def _loader(run):
@@ -390,7 +426,7 @@ def _evaluate(run, step, logs):
         batch_size=_held_out_batch(run),
     )
     if run.runtime.is_main:
-        logs[1].append({"step": step, **evaluation.row()})
+        logs.held_out({"step": step, **evaluation.row()})
     return evaluation
 
 

@@ -9,6 +9,7 @@ from ..data.encode import IGNORE_INDEX
 from . import parts
 from .calls import calls_of
 from .interrupt import NEVER, agreed
+from .profile import span
 
 
 @dataclass
@@ -56,12 +57,14 @@ def accumulate_gradients(model, batches, labels, *, runtime, per_microbatch, fus
     sums = {}
     for index, batch in enumerate(batches):
         parts.set_grad_reduction(model, per_microbatch or index == len(batches) - 1)
-        found = losses(model, batch, max(labels, 1), share, runtime.device, fused)
+        with span("forward"):
+            found = losses(model, batch, max(labels, 1), share, runtime.device, fused)
         for name in ("lm", "aux", "mtp"):
             value = getattr(found, name)
             if value is not None:
                 sums[name] = sums.get(name, 0.0) + value.float()
-        found.total.backward()
+        with span("backward"):
+            found.total.backward()
     return sums
 
 
@@ -80,7 +83,8 @@ def train_step(
     losses = torch.stack(list(sums.values()))  # the model decides which there are, so all ranks have the same
     losses = torch.cat([losses, interrupt.flags(losses)])
     dist.all_reduce(losses)
-    grad_norm = parts.clip_gradients([p for p in model.parameters() if p.requires_grad], max_norm)
+    with span("clip"):
+        grad_norm = parts.clip_gradients([p for p in model.parameters() if p.requires_grad], max_norm)
     numbers = losses.tolist()
     told, asked = dict(zip(sums, numbers, strict=False)), agreed(numbers[len(sums) :])
     result = StepResult(told["lm"], told.get("aux"), told.get("mtp"), float(grad_norm), labels, tokens, asked)
@@ -90,6 +94,7 @@ def train_step(
         group["lr"] = lr
         if weight_decay is not None:
             group["weight_decay"] = weight_decay
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    with span("optimizer"):
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
     return result

@@ -1,11 +1,17 @@
+import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
 
 import pytest
+import yaml
 
-from automodel_c.cli import main
+from automodel_c.cli import _parser, main
+from automodel_c.recipes.config import load_recipe
+from automodel_c.recipes.keys import describe_keys
 from automodel_c.recipes.runtime import UsageError, mesh_shape
 from automodel_c.recipes.schema import Distributed
 
@@ -27,13 +33,19 @@ def _refused(capsys, *arguments):
     "arguments, message",
     [
         ([], "required"),
-        (["tain"], "invalid choice"),
+        (["tain"], "unknown command tain; did you mean train?"),
+        (["fly"], "unknown command fly; there are bench, doctor, export, plan, train"),
         (["train"], "required: recipe"),
         (["train", "no/such.yaml"], "recipe no/such.yaml: No such file"),
         (["train", DIGITS, "optimizer.rl=1"], "unknown key optimizer.rl; the nearest known key is optimizer.lr"),
         (["train", DIGITS, "--nproc", "0"], "--nproc: expected a whole number, at least 1, found 0"),
         (["train", DIGITS, "--nproc", "two"], "--nproc: expected a whole number, at least 1, found two"),
-        (["train", DIGITS, "--fast"], "unrecognized arguments: --fast"),
+        (["train", DIGITS, "--chek"], "unknown argument --chek; did you mean --check?"),
+        (["train", DIGITS, "--nproc=2", "--optimizer.lr=1"], "keys have no dashes before them: optimizer.lr=1"),
+        (["train", DIGITS, "optimizer.lr"], "override 'optimizer.lr': expected key=value"),
+        (["train", DIGITS, "optimizer.lr=fast"], "optimizer.lr: expected float, found 'fast'"),
+        (["train", "--keys", "optimzer"], "unknown key optimzer; the nearest known key is optimizer"),
+        (["doctor", "all"], "unknown argument all"),
         (["train", DIGITS, "--nproc", "2", "seeed=1"], "unknown key seeed; the nearest known key is seed"),
         (["train", DIGITS, "--nproc", "3", "distributed.cp_size=2"], "cp_size=2, but 3 ranks were started"),
         (["train", DIGITS, "--nproc", "3", "distributed.ep_size=2"], "ep_size=2, but 3 ranks were started"),
@@ -110,8 +122,6 @@ def test_plan_explains_a_pack(capsys):
     ],
 )
 def test_main_refused_while_building(capsys, tiny, tmp_path, override, message):
-    import re
-
     error = _refused(capsys, "train", DIGITS, *tiny, override, f"output_dir={tmp_path}")
     assert re.search(message, error), error
 
@@ -182,6 +192,49 @@ def test_main_of_ranks_that_ended(monkeypatch, capsys, rank, status, expected, s
     assert capsys.readouterr().err == said
 
 
+def test_help_teaches(capsys):
+    """Every command's help has examples, whose commands, options and keys are there."""
+    verbs = ("train", "plan", "doctor", "bench", "export")
+    for verb in verbs:
+        with pytest.raises(SystemExit) as exit:
+            main([verb, "--help"])
+        text = capsys.readouterr().out
+        assert exit.value.code == 0 and "examples:\n" in text
+        parser = _parser()[1][verb]
+        for line in re.findall(r"^ +automodel-c (.*?)(?:  .*)?$", text, re.M):
+            name, *words = shlex.split(line.split(" > ")[0])
+            assert name == verb
+            if "--keys" in words:
+                assert describe_keys(words[-1])
+                continue
+            found, rest = parser.parse_known_args(words)
+            assert all("=" in word for word in rest)
+            for override in (*rest, *getattr(found, "overrides", ())):
+                assert describe_keys(override.partition("=")[0])
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = capsys.readouterr().out
+    assert all(f"\n    {verb} " in text for verb in verbs)
+
+
+def test_train_keys(capsys):
+    """Every key of the schema, as a recipe may hold it."""
+    with pytest.raises(SystemExit) as exit:
+        main(["train", "--keys"])
+    lines = capsys.readouterr().out.splitlines()
+    assert exit.value.code == 0
+    assert "optimizer.betas: list of float = [0.9, 0.999]" in lines
+    assert "step_scheduler.max_steps: int = null  # null: as many as num_epochs hold" in lines
+    assert "distributed.strategy: str = fsdp2  # only fsdp2 so far" in lines
+    assert "wandb.mode: str = null  # online, offline or disabled; null: what WANDB_MODE says, else online" in lines
+    for line in lines:
+        key, default = re.match(r"([\w.]+): .*? = ([^#]*?)(?:  #|$)", line).groups()
+        if "wandb" not in key and "validation" not in key and not isinstance(yaml.safe_load(default), dict | list):
+            load_recipe(DIGITS, [f"{key}={default}"] if not key.startswith(("model.", "processor.")) else [])
+
+
 def test_doctor(capsys):
     assert main(["doctor"]) == 0
     assert "torch 2." in capsys.readouterr().out
+    assert main(["doctor", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["packages"]["torch"].startswith("2.")
