@@ -75,6 +75,7 @@ def train(recipe, *, check=False, profile=None):
         if check:
             _say(run, f"recipe is fine: {describe(run)}")
             return None
+        _make_folder(run.output)
         if profile and runtime.is_main:
             left = run.sampler.steps - run.sampler.first_step
             run.profile = Profile(profile, left=left, device=runtime.device, world=runtime.world)
@@ -82,6 +83,14 @@ def train(recipe, *, check=False, profile=None):
     if run.interrupted:
         raise run.interrupted
     return evaluation
+
+
+def _make_folder(path):
+    """On every rank: if one cannot write there, none begins."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"output_dir={str(path)!r}: {error.strerror}") from error
 
 
 def _build_or_complain(recipe, runtime):

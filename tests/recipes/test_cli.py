@@ -53,7 +53,7 @@ def _refused(capsys, *arguments):
         (["export", DIGITS, "runs"], "required: folder"),
         (["export", DIGITS, "runs", "hf"], "checkpoint.restore_from='runs': expected a folder called step_<n>"),
         (["bench", "atention"], "unknown key atention; the nearest known key is attention"),
-        (["plan", "--lengths", "8", "--ranks", "2"], "required: --explain"),
+        (["plan", "--lengths", "8", "--ranks", "2"], "plan: give a recipe with --gpus N, or --explain"),
         (
             ["plan", "--explain", "--lengths", "8,4x", "--ranks", "2"],
             "expected lengths such as 131072,4096x8, found 8,4x",
@@ -105,7 +105,8 @@ def test_plan_explains_a_pack(capsys):
     [
         ("step_scheduler.local_batch_size=5", "global_batch_size=16 is no multiple"),
         ("distributed.dp_size=4", "distributed.dp_size=4, but 1 ranks were started"),
-        ("distributed.cp_size=2", "distributed.cp_size=2, but 1 ranks were started: no multiple of it"),
+        ("distributed.cp_size=2", "cp_size=2, but 1 ranks were started: no multiple of it; --nproc N starts N"),
+        ("output_dir=/proc/nowhere", "output_dir='/proc/nowhere': No such file or directory"),
         ("checkpoint.restore_from=runs/nowhere", "checkpoint.restore_from='runs/nowhere': expected a folder"),
         ("dataset.split=tests", "no JSONL, Parquet or Arrow file of split 'tests'"),
         ("model.config.text_config.hiden_size=8", "text_config.hiden_size; .*text_config.hidden_size"),
@@ -122,8 +123,15 @@ def test_plan_explains_a_pack(capsys):
     ],
 )
 def test_main_refused_while_building(capsys, tiny, tmp_path, override, message):
-    error = _refused(capsys, "train", DIGITS, *tiny, override, f"output_dir={tmp_path}")
+    error = _refused(capsys, "train", DIGITS, *tiny, f"output_dir={tmp_path}", override)
     assert re.search(message, error), error
+
+
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
+def test_main_without_a_gpu(capsys, monkeypatch, backend):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    error = _refused(capsys, "train", DIGITS, f"dist_env.backend={backend}")
+    assert f"dist_env.backend={backend} gives each rank of this machine a GPU: rank 0 has none, torch sees 0" in error
 
 
 def test_main_check(capsys, tiny, tmp_path):
