@@ -341,15 +341,15 @@ def _tell_profile(run, progress, *, last=False):
 
 def _leave(run, step, number):
     """Saves what `step` steps have made, where that is not done yet; the Interrupted that says how to go on."""
-    done = f"left after step {step} of {run.sampler.steps}"
+    done = f"after step {step}"
     if run.checkpoints is None:
-        return Interrupted(number, f"{done}, nothing was saved: checkpoint.enabled is false")
+        return Interrupted(number, f"{done}; nothing is saved: checkpoint.enabled is false")
     if step == run.sampler.first_step:
-        return Interrupted(number, f"{done}, before a step was taken: there is nothing to save")
+        return Interrupted(number, "before a step was taken; there is nothing to save")
     if run.checkpoints.saved != step:
         run.checkpoints.save(step, run.model, run.optimizer, data=run.data_order)
     folder = run.checkpoints.folder / f"step_{step}"
-    return Interrupted(number, f"{done}; to go on: the same command with checkpoint.restore_from={folder}")
+    return Interrupted(number, f"{done}; saved, to go on: the same command with checkpoint.restore_from={folder}")
 
 
 def _loader(run):

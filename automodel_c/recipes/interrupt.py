@@ -18,7 +18,7 @@ class Interrupted(Exception):
 
     def __init__(self, number, message):
         self.number = signal.Signals(number)
-        super().__init__(f"{self.number.name}: {message}")
+        super().__init__(f"ended by {self.number.name} {message}")
 
     @property
     def status(self):

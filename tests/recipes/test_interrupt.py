@@ -52,7 +52,8 @@ def test_one_rank_is_told_and_all_save(rank_pools, short, whole, tmp_path, numbe
     overrides = [*short, f"output_dir={tmp_path}", f"checkpoint.is_async={inside}"]
     found = rank_pools(2).run(worker.run, DIGITS, overrides, number, inside=inside)
     step = tmp_path / "checkpoints" / "step_2"
-    said = f"{number.name}: left after step 2 of 4; to go on: the same command with checkpoint.restore_from={step}"
+    how = f"saved, to go on: the same command with checkpoint.restore_from={step}"
+    said = f"ended by {number.name} after step 2; {how}"
     assert found == [(said, 128 + number, 2)] * 2
     assert step.is_dir() and (step.parent / "LATEST").read_text() == "step_2\n" and _rows(tmp_path) == whole[:2]
     overrides.append("checkpoint.restore_from=LATEST")
@@ -63,8 +64,8 @@ def test_one_rank_is_told_and_all_save(rank_pools, short, whole, tmp_path, numbe
 @pytest.mark.parametrize(
     "override, said",
     [
-        ("checkpoint.enabled=false", "left after step 1 of 4, nothing was saved: checkpoint.enabled is false"),
-        ("step_scheduler.ckpt_every_steps=1", "left after step 1 of 4; to go on: .*step_1"),
+        ("checkpoint.enabled=false", "ended by SIGINT after step 1; nothing is saved: checkpoint.enabled is false"),
+        ("step_scheduler.ckpt_every_steps=1", "ended by SIGINT after step 1; saved, .*step_1"),
     ],
 )
 def test_nothing_is_saved_twice(rank_pools, short, tmp_path, override, said):
@@ -160,6 +161,6 @@ def test_torchrun_passes_it_on(started, tmp_path):
     _wait_for(lambda: (tmp_path / "metrics.jsonl").read_text().count("\n") > 1, process, 30)
     process.send_signal(signal.SIGTERM)
     process.wait(60)
-    said = re.search(r"automodel-c: SIGTERM: left after step (\d+) of 900; to go on: ", path.read_text())
+    said = re.search(r"automodel-c: ended by SIGTERM after step (\d+); saved, ", path.read_text())
     assert said, path.read_text()
     assert [p.name for p in (tmp_path / "checkpoints").glob("step_*")] == [f"step_{said[1]}"]
