@@ -10,7 +10,7 @@ ASAN_COPY := automodel_c tests benchmarks csrc examples tools setup.py pyproject
 C_FILES := $(shell git ls-files 'csrc/*.[ch]' 'csrc/*.inc' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.c')
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build demo demo-dp long-run test test-isa asan tsan fuzz leaks lint fix bench cpu-only cuda-report clean
+.PHONY: help venv build demo demo-dp long-run test test-isa asan tsan fuzz leaks lint fix bench cpu-only cuda-report wheel clean
 
 help: ## print this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' | awk -F'|' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -87,5 +87,8 @@ cpu-only: venv ## compile without CUDA, apart in build/cpu, and load it
 cuda-report: build ## registers, shared memory and spills of every CUDA kernel
 	$(PY) tools/ptxas_table.py
 
+wheel: venv ## manylinux wheels for the CPU and, with nvcc, for CUDA, and the sdist, into dist
+	PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) tools/wheels.py
+
 clean: ## remove what was built, but keep the environment
-	rm -rf build automodel_c/*.so *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist automodel_c/*.so *.egg-info .pytest_cache .ruff_cache .hypothesis

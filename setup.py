@@ -1,8 +1,9 @@
 """Builds automodel_c._amcore: every csrc/**/*.c with the C compiler, every csrc/cuda/**/*.cu with nvcc where found.
 
 AM_CUDA=0 leaves CUDA out, AM_CUDA=1 insists on it, unset takes it when nvcc is there. AM_DEBUG=1 keeps assertions and
--O0. AM_SANITIZE=address|thread builds with ASan + UBSan or TSan. Objects are kept in build/objects by the hash of
-their source, the headers it reaches and the command, so a second build compiles what changed, and a copy of that
+-O0. AM_SANITIZE=address|thread builds with ASan + UBSan or TSan. AM_WHEEL=<suffix>, which tools/wheels.py sets, leaves
+out debug information and adds a suffix that is not empty to the version. Objects are kept in build/objects by the hash
+of their source, the headers it reaches and the command, so a second build compiles what changed, and a copy of that
 folder serves another checkout.
 """
 
@@ -21,6 +22,7 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent.resolve()
 VERSION = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.M)[1]
+WHEEL = os.environ.get("AM_WHEEL")
 DEBUG = os.environ.get("AM_DEBUG") == "1"
 SANITIZE = os.environ.get("AM_SANITIZE", "")
 SLICES = sorted(p.name for p in (ROOT / "csrc").iterdir() if p.name not in ("core", "python", "cuda"))
@@ -93,7 +95,8 @@ class Build(build_ext):
 
         defines = ["-DPy_LIMITED_API=0x030b0000", f'-DAM_VERSION="{VERSION}"']
         defines += [f'-DAM_SANITIZER="{SANITIZE}"'] if SANITIZE else []
-        link = ["-shared", "-pthread", "-Wl,--exclude-libs,ALL", "-lm", "-ldl", *SANITIZERS[SANITIZE]]
+        link = [] if WHEEL is None else ["-Wl,--strip-debug"]
+        link += ["-shared", "-pthread", "-Wl,--exclude-libs,ALL", "-lm", "-ldl", *SANITIZERS[SANITIZE]]
         if cuda:
             release = subprocess.run([cuda[0], "--version"], check=True, capture_output=True, text=True).stdout
             version = re.search(r"release ([\d.]+)", release)[1]
@@ -130,7 +133,7 @@ class Build(build_ext):
 
 
 setup(
-    version=VERSION,
+    version=f"{VERSION}+{WHEEL}" if WHEEL else VERSION,
     ext_modules=[Extension("automodel_c._amcore", sources=[], py_limited_api=True)],
     cmdclass={"build_ext": Build},
     options={"bdist_wheel": {"py_limited_api": "cp311"}},

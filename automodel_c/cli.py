@@ -1,7 +1,11 @@
-"""The command line: automodel-c train | export | plan | bench | doctor."""
+"""The command line: automodel-c train | plan | doctor | bench | export."""
 
 import argparse
+import difflib
+import json
 import os
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,16 +15,94 @@ from .diagnosis import doctor, report
 from .keys import check_known
 
 USAGE_ERROR = 2
+PROFILED_STEPS = 5
 _TRAIN_MODULES = ("torch", "transformers", "safetensors", "yaml", "tqdm", "PIL", "matplotlib", "sklearn", "tokenizers")
+
+_MAIN = """\
+Fine-tune Qwen3.5 vision-language models.
+
+  automodel-c doctor                                       what is here, and what is missing
+  automodel-c train examples/digits_cp2.yaml --nproc 2     train by a recipe, on two ranks
+  automodel-c train --help                                 more of each command
+"""
+_TRAIN = "Trains by a recipe: YAML with NeMo Automodel's keys, of which the command line may set any."
+_TRAIN_EXAMPLES = """\
+examples:
+  automodel-c train examples/digits_cp2.yaml --nproc 2
+  automodel-c train my.yaml optimizer.lr=1e-5 step_scheduler.max_steps=100 output_dir=runs/try
+  automodel-c train my.yaml --nproc 2 checkpoint.restore_from=LATEST       go on from the newest checkpoint
+  automodel-c train my.yaml --check                                        build everything, take no step
+  automodel-c train my.yaml --check --world 128                            what a run of 128 ranks would hold
+  automodel-c train my.yaml --profile                                      where the time of a step goes
+  automodel-c train --keys optimizer                                       the keys of a section, and their defaults
+  torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint host:29500 -m automodel_c train my.yaml
+
+A value is YAML: key=null, key=[0.9, 0.95], key='{a: 1}'. A run writes metrics.jsonl, validation.jsonl, curves.png,
+checkpoints/ and hf/ (for transformers) into output_dir, which is runs/<name of the recipe> unless the recipe says.
+Ctrl-C, or SIGTERM, finishes the step, saves a checkpoint and leaves with status 130 (143); again leaves at once.
+"""
+_EXPORT = "Writes the model of a training checkpoint as a directory that transformers and models.qwen3_5.load read."
+_EXPORT_EXAMPLES = """\
+examples:
+  automodel-c export examples/digits_cp2.yaml LATEST runs/digits_hf
+  automodel-c export my.yaml LOWEST_VAL out                                the checkpoint that did best on held-out data
+  automodel-c export my.yaml runs/my/checkpoints/step_200 out
+  automodel-c export my.yaml LATEST out output_dir=runs/try                of a run with that override
+"""
+_BENCH = "Runs benchmarks of a source checkout: each checks every contestant, then times them interleaved."
+_BENCH_EXAMPLES = """\
+examples:
+  automodel-c bench                      their names
+  automodel-c bench attention step       these, one after another
+"""
+_PLAN = """\
+Predicts memory and time of a recipe on so many GPUs, part by part, and ranks the meshes that fit; or, with --explain,
+plans the attention of one pack over ranks: who computes what, what travels, and why.
+"""
+_PLAN_EXAMPLES = """\
+examples:
+  automodel-c plan examples/qwen3_5_122b_128k.yaml --gpus 128
+  automodel-c plan my.yaml --gpus 16 --memory 141 distributed.cp_size=8
+  automodel-c plan --explain --lengths 131072,4096x8 --ranks 8 --heads 32/2 --dim 256
+  automodel-c plan --explain --lengths 4096x32 --ranks 32 --scheme home    where every row stays at home
+A length NxM is M documents of N tokens. --scheme auto takes what measured prices call cheapest.
+"""
+_DOCTOR = "Says what is installed, what this machine has, and the command that mends what is missing. Needs no torch."
+_DOCTOR_EXAMPLES = """\
+examples:
+  automodel-c doctor
+  automodel-c doctor --json > doctor.json      the dict of automodel_c.doctor(), for a report
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse's, which also says what a misspelt command or option may have meant."""
+
+    def error(self, message):
+        verbs = {verb for action in self._actions for verb in action.choices or () if isinstance(action.choices, dict)}
+        wrong = re.search(r"invalid choice: '(.*?)'", message) if verbs else None
+        if wrong:
+            message = f"unknown command {wrong[1]}{_near(wrong[1], verbs)}"
+        super().error(message)
+
+
+def _near(word, known):
+    found = difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.5)
+    return f"; did you mean {found[0]}?" if found else f"; there are {', '.join(sorted(known))}"
 
 
 def main(argv=None):
     """Runs the command line and returns the exit status; usage errors print one line and no traceback."""
-    parser = _parser()
+    parser, verbs = _parser()
     arguments, rest = parser.parse_known_args(argv)
     overrides = [word for word in rest if not word.startswith("-")]  # argparse stops collecting them at an option
     if len(overrides) < len(rest) or (rest and not hasattr(arguments, "overrides")):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        wrong = next((word for word in rest if word.startswith("-")), rest[0])
+        verb = verbs[arguments.verb]
+        hint = _near(wrong, verb._option_string_actions) if wrong.startswith("-") else ""
+        if "=" in wrong and hasattr(arguments, "overrides"):
+            hint = f"; recipe keys have no dashes before them: {wrong.lstrip('-')}"
+        verb.error(f"unknown argument {wrong}{hint}")
     if overrides:
         arguments.overrides = [*arguments.overrides, *overrides]
     try:
@@ -30,38 +112,73 @@ def main(argv=None):
         if missing not in _TRAIN_MODULES:
             raise
         return _complain(f"{missing} is not installed: pip install 'automodel_c[train]'")
+    except KeyboardInterrupt:
+        return _complain("interrupted", 128 + signal.SIGINT)
+    except BrokenPipeError:  # whoever read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 0
 
 
 def _parser():
-    parser = argparse.ArgumentParser(prog="automodel-c", description="Fine-tune Qwen3.5 vision-language models.")
+    """The parser, and those of the commands by name."""
+    raw = {"formatter_class": argparse.RawDescriptionHelpFormatter}
+    parser = _Parser(prog="automodel-c", description=_MAIN, allow_abbrev=False, **raw)
     parser.add_argument("--version", action="version", version=f"automodel-c {__version__}")
-    verbs = parser.add_subparsers(required=True, metavar="train | export | plan | bench | doctor")
-    train = verbs.add_parser("train", help="train by a recipe", description="Trains by a recipe (YAML).")
-    train.add_argument("recipe", help="a YAML file, such as examples/digits_cp2.yaml")
-    train.add_argument("overrides", nargs="*", metavar="key=value", help="recipe keys to set: optimizer.lr=1e-3")
-    train.add_argument("--nproc", type=_positive, metavar="N", help="start so many ranks on this machine with torchrun")
-    train.add_argument("--check", action="store_true", help="read the recipe and build everything, but do not train")
-    train.add_argument("--world", type=_positive, metavar="N", help="with --check: as one of N ranks, on none of them")
-    train.set_defaults(run=_train)
-    export = verbs.add_parser("export", help="write a checkpoint's model for Hugging Face", description=_EXPORT)
+    verbs = parser.add_subparsers(
+        required=True, dest="verb", metavar="train | plan | doctor | bench | export", parser_class=_Parser
+    )
+
+    def verb(name, help, description, examples, run):
+        found = verbs.add_parser(
+            name, help=help, description=description, epilog=examples, allow_abbrev=False, **raw
+        )  # fmt: skip
+        found.set_defaults(run=run)
+        return found
+
+    _add_train(verb("train", "train by a recipe", _TRAIN, _TRAIN_EXAMPLES, _train))
+    _add_plan(verb("plan", "say what a run would take, or how a pack is spread", _PLAN, _PLAN_EXAMPLES, _plan))
+    doctor = verb("doctor", "say what is installed and what is missing", _DOCTOR, _DOCTOR_EXAMPLES, _doctor)
+    doctor.add_argument("--json", action="store_true", help="print automodel_c.doctor() as JSON")
+    bench = verb("bench", "time operators beside their peers", _BENCH, _BENCH_EXAMPLES, _bench)
+    bench.add_argument("names", nargs="*", metavar="name", help="such as attention or step; none: list them")
+    export = verb("export", "write a checkpoint's model for Hugging Face", _EXPORT, _EXPORT_EXAMPLES, _export)
     export.add_argument("recipe", help="the YAML file that the run was started with")
     export.add_argument("checkpoint", metavar="step_folder", help="such as runs/digits/checkpoints/step_200, or LATEST")
     export.add_argument("folder", help="the directory to write: safetensors, config.json, the processor's files")
     export.add_argument("overrides", nargs="*", metavar="key=value", help="recipe keys to set, as the run had them")
-    export.set_defaults(run=_export)
-    _add_plan(verbs.add_parser("plan", help="say what a run would take, or how a pack is spread", description=_PLAN))
-    bench = verbs.add_parser("bench", help="time operators beside their peers", description=_BENCH)
-    bench.add_argument("names", nargs="*", metavar="name", help="such as attention or step; none: list them")
-    bench.set_defaults(run=_bench)
-    doctor = verbs.add_parser("doctor", help="say what is installed")
-    doctor.set_defaults(run=_doctor)
-    return parser
+    return parser, verbs.choices
 
 
-_EXPORT = "Writes the model of a training checkpoint as a directory that transformers and models.qwen3_5.load read."
-_BENCH = "Runs benchmarks of a source checkout: each checks every contestant, then times them interleaved."
-_PLAN = """Predicts memory and time of a recipe on so many GPUs, part by part, and ranks the meshes that fit; or, with
---explain, plans the attention of one pack over ranks: who computes what, what travels, and why."""
+def _add_train(train):
+    train.add_argument("recipe", help="a YAML file, such as examples/digits_cp2.yaml")
+    train.add_argument("overrides", nargs="*", metavar="key=value", help="recipe keys to set: optimizer.lr=1e-3")
+    train.add_argument("--nproc", type=_positive, metavar="N", help="start so many ranks on this machine")
+    train.add_argument("--check", action="store_true", help="read the recipe and build everything, but do not train")
+    train.add_argument("--world", type=_positive, metavar="N", help="with --check: as one of N ranks, on none of them")
+    train.add_argument(
+        "--profile",
+        action="store_true",
+        help=f"take times of --profile-steps steps, operator by operator: a table, profile.json and profile.png;"
+        f" {PROFILED_STEPS} after the first step unless told",
+    )
+    train.add_argument("--profile-steps", type=_positive, metavar="N", help="how many; --profile is meant")
+    train.add_argument("--keys", action=_Keys, nargs="?", help="list recipe keys, all or of a section, and exit")
+
+
+class _Keys(argparse.Action):
+    """--keys [SECTION]: needs no recipe, as --help does not."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, metavar="SECTION", default=argparse.SUPPRESS, **options)
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        from .recipes.keys import describe_keys
+
+        try:
+            print("\n".join(describe_keys(values or "")))
+        except ValueError as error:
+            parser.error(str(error))
+        parser.exit()
 
 
 def _add_plan(plan):
@@ -80,7 +197,6 @@ def _add_plan(plan):
     plan.add_argument("--layout", choices=("contiguous", "round_robin"), default="contiguous")
     plan.add_argument("--scheme", choices=("auto", "home", "balanced", "heads"), default="auto")
     plan.add_argument("--full", action="store_true", help="attention that is not causal")
-    plan.set_defaults(run=_plan)
 
 
 def _lengths(text):
@@ -158,15 +274,18 @@ def _train(arguments):
         return _complain(error)
     if arguments.world is not None:
         return _dry_run(recipe, arguments)
+    profile = (arguments.profile_steps or PROFILED_STEPS) if arguments.profile or arguments.profile_steps else None
     if arguments.nproc is not None and "RANK" not in os.environ:
+        from .recipes.logs import check_loggers
         from .recipes.runtime import UsageError, mesh_shape
 
         try:  # here, for of ranks that all refuse the first to end would silence the one that speaks
             mesh_shape(recipe.distributed, arguments.nproc)
+            check_loggers(recipe)
         except UsageError as error:
             return _complain(error)
-        return _start_ranks(arguments)
-    return _train_here(recipe, arguments.check)
+        return _start_ranks(arguments, profile)
+    return _train_here(recipe, arguments.check, profile)
 
 
 def _dry_run(recipe, arguments):
@@ -186,13 +305,16 @@ def _dry_run(recipe, arguments):
     return 0
 
 
-def _train_here(recipe, check):
+def _train_here(recipe, check, profile):
     from .recipes.finetune_vlm import UsageError, train
+    from .recipes.interrupt import Interrupted
 
     try:
-        train(recipe, check=check)
+        train(recipe, check=check, profile=profile)
     except UsageError as error:
         return _complain(error)
+    except Interrupted as error:
+        return _complain(error, error.status)
     return 0
 
 
@@ -231,46 +353,32 @@ def _bench(arguments):
     return 0
 
 
-def _complain(error):
+def _complain(error, status=USAGE_ERROR):
     if os.environ.get("RANK", "0") == "0":
-        print(f"automodel-c: error: {error}", file=sys.stderr)
-    return USAGE_ERROR
+        print(f"automodel-c: {'error: ' if status == USAGE_ERROR else ''}{error}", file=sys.stderr)
+    return status
 
 
-def _start_ranks(arguments):
-    """Runs the same command under torchrun's launcher; returns the exit status of the rank that failed first, or 0."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+def _start_ranks(arguments, profile):
+    """Runs the same command on --nproc ranks; returns the exit status of the rank that failed first, or 0."""
+    from .recipes.interrupt import SIGNALS
+    from .recipes.launch import run_ranks
 
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // arguments.nproc)))
     command = ["-m", "automodel_c", "train", arguments.recipe, *arguments.overrides]
     if arguments.check:
         command.append("--check")
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=arguments.nproc,
-        max_restarts=0,
-        start_method="spawn",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        run_id=str(os.getpid()),
-    )
-    try:
-        elastic_launch(config, sys.executable)(*command)
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        if failure.exitcode != USAGE_ERROR:
-            print(f"automodel-c: rank {rank} failed first, with exit status {failure.exitcode}", file=sys.stderr)
-        return failure.exitcode if failure.exitcode > 0 else 1
-    except SignalException as error:
-        print(f"automodel-c: ended by {error.sigval.name}", file=sys.stderr)
-        return 128 + error.sigval
-    return 0
+    if profile:
+        command += ["--profile-steps", str(profile)]
+    rank, status = run_ranks(command, arguments.nproc)
+    if status in (0, USAGE_ERROR, *(128 + number for number in SIGNALS)):
+        return status  # it has said why
+    if -status in SIGNALS:
+        return _complain(f"ended by {SIGNALS[SIGNALS.index(-status)].name}", 128 - status)
+    how = f", with exit status {status}" if status > 0 else f": killed by {signal.Signals(-status).name}"
+    return _complain(f"rank {rank} failed first{how}", status if status > 0 else 128 - status)
 
 
-def _doctor(_):
-    for line in report(doctor()):
-        print(line)
+def _doctor(arguments):
+    facts = doctor()
+    print(json.dumps(facts, indent=2) if arguments.json else "\n".join(report(facts)))
     return 0

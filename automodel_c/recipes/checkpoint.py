@@ -51,6 +51,7 @@ class Checkpoints:
         # of its own, so that the thread's messages do not meet those of training
         self._group = dist.new_group(backend="gloo") if background else None
         self._writing = None
+        self.saved = None  # the step of the last `save`
 
     def save(self, step, model, optimizer, *, data, held_out=None):
         """Writes <folder>/step_<step>, or begins to; returns that path.
@@ -79,6 +80,7 @@ class Checkpoints:
         else:
             state = tree_map(_copied, state)
             self._writing = self._writer.submit(self._write, state, final, beside, held_out)
+        self.saved = step
         return final
 
     def wait(self):

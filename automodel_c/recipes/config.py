@@ -223,6 +223,8 @@ def _check_choices(recipe):
         raise RecipeError("processor.words: a word is empty")
     _check_choice(recipe, "distributed.activation_checkpointing", (False, True, "full", "selective"))
     _check_choice(recipe, "distributed.activation_checkpointing_scope", (None, "all", "language", "vision"))
+    if recipe.wandb is not None:
+        _check_choice(recipe, "wandb.mode", (None, "online", "offline", "disabled"))
     if recipe.checkpoint.save_consolidated not in (False, "final"):
         raise NotImplementedError(
             f"checkpoint.save_consolidated={recipe.checkpoint.save_consolidated!r} is not supported yet;"

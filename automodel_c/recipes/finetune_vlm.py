@@ -1,6 +1,7 @@
 """Fine-tunes a Qwen3.5 vision-language model: the recipe that `automodel-c train` runs."""
 
 import gc
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,9 +24,12 @@ from .calls import calls_of
 from .checkpoint import Checkpoints, checkpoints_of, load_checkpoint, step_folder
 from .config import frame_sharding
 from .evaluate import evaluate
-from .metrics import MetricsLog, Progress, memory_gib
+from .interrupt import NEVER, Interrupt, Interrupted, stay_apart
+from .logs import Logs, check_loggers
+from .metrics import Progress, memory_gib
 from .plots import draw_curves
 from .prewarm import prewarm
+from .profile import Profile, span
 from .runtime import UsageError, seed_model, seed_training, start_ranks
 from .schedule import LrSchedule
 from .schema import Recipe
@@ -49,24 +53,44 @@ class Run:
     output: Path
     checkpoints: Checkpoints | None
     reads: list  # bytes of the model's files that each rank has read, [] where the weights come from elsewhere
+    interrupted: Interrupted | None = None  # why it left early, the same on every rank
+    profile: Profile | None = None  # what looks at the steps, on the main rank where it was asked for
 
     @property
     def data_order(self):
         return data_order(self.recipe, len(self.dataset))
 
 
-def train(recipe, *, check=False):
-    """Runs a schema.Recipe on this rank; with check, builds everything and stops before the first step.
+def train(recipe, *, check=False, profile=None):
+    """Runs a schema.Recipe on this rank; with check, builds everything and stops before the first step. profile: how
+    many steps to take times of, operator by operator (None: of none).
 
-    Returns the Evaluation of the held-out data, None when the recipe names none or with check.
+    Returns the Evaluation of the held-out data, None when the recipe names none or with check. Interrupted, on every
+    rank, where SIGINT or SIGTERM ended the run early.
     """
+    check_loggers(recipe)
     transformers_logging.set_verbosity_error()  # on a CPU it advises kernels that are for GPUs
     with start_ranks(recipe) as runtime, parts.guard():
         run = _build_or_complain(recipe, runtime)
         if check:
             _say(run, f"recipe is fine: {describe(run)}")
             return None
-        return fit(run)
+        _make_folder(run.output)
+        if profile and runtime.is_main:
+            left = run.sampler.steps - run.sampler.first_step
+            run.profile = Profile(profile, left=left, device=runtime.device, world=runtime.world)
+        evaluation = fit(run)
+    if run.interrupted:
+        raise run.interrupted
+    return evaluation
+
+
+def _make_folder(path):
+    """On every rank: if one cannot write there, none begins."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"output_dir={str(path)!r}: {error.strerror}") from error
 
 
 def _build_or_complain(recipe, runtime):
@@ -222,57 +246,110 @@ def _sampler(recipe, samples, runtime, first_step):
 
 
 def fit(run):
-    """Trains a Run to its last step and writes its output. Returns the last Evaluation, None without held-out data."""
+    """Trains a Run to its last step and writes its output. Returns the last Evaluation, None without held-out data.
+
+    A run that SIGINT or SIGTERM reached saves a checkpoint, returns None and says so in `run.interrupted`.
+    """
     _say(run, describe(run))
     if isinstance(run.dataset, PackedDataset):
         _say(run, run.dataset.describe())
-    logs = _open_logs(run)
-    if run.recipe.step_scheduler.gc_every_steps:
-        gc.disable()
-    failed = True
-    try:
-        evaluation = _loop(run, logs)
-        failed = False
-    finally:
-        gc.enable()
-        if run.checkpoints is not None:
-            run.checkpoints.close(failed=failed)
-    if evaluation is None and run.held_out is not None:
-        evaluation = _evaluate(run, run.sampler.steps, logs)
-    if run.recipe.checkpoint.enabled and run.recipe.checkpoint.save_consolidated:
+    with _open_logs(run) as logs:
+        evaluation = _fit(run, logs)
+        if evaluation is None and run.held_out is not None and not run.interrupted:
+            evaluation = _evaluate(run, run.sampler.steps, logs)
+    export = run.recipe.checkpoint.enabled and run.recipe.checkpoint.save_consolidated
+    if export and not run.interrupted:
         export_hf(run.model, run.processor, run.output / "hf")
     if run.runtime.is_main:
         draw_curves(run.output / "metrics.jsonl", run.output / "validation.jsonl", run.output / "curves.png")
+    if run.interrupted:
+        return None
     _say(run, f"wrote {run.output}")
     if evaluation is not None:
         _say(run, evaluation.describe())
     return evaluation
 
 
-def _loop(run, logs):
-    """All steps that are left. Returns the Evaluation after the last, if there was one."""
+@contextmanager
+def _open_logs(run):
+    """The Logs of the main rank, None on the others."""
+    logs = Logs(run.recipe, run.output, run.sampler.first_step) if run.runtime.is_main else None
+    failed = True
+    try:
+        yield logs
+        failed = False
+    finally:
+        if logs is not None:
+            logs.close(failed=failed)
+
+
+def _fit(run, logs):
+    """All steps that are left, with what surrounds them. Returns the Evaluation after the last, if there was one."""
+    if run.recipe.step_scheduler.gc_every_steps:
+        gc.disable()
+    failed = True
+    with Interrupt(notice=run.runtime.is_main) as interrupt:
+        try:
+            evaluation = _loop(run, logs, interrupt)
+            failed = False
+        finally:
+            gc.enable()
+            if run.checkpoints is not None:
+                run.checkpoints.close(failed=failed)
+    return evaluation
+
+
+def _loop(run, logs, interrupt):
+    """All steps that are left, until `interrupt` is asked on any rank. Returns the Evaluation after the last, if there
+    was one."""
     sampler, runtime = run.sampler, run.runtime
     progress = Progress(sampler.steps, sampler.first_step, show=runtime.is_main)
     microbatches = iter(_loader(run))
     evaluation = None
     for step in range(sampler.first_step + 1, sampler.steps + 1):
-        batches = [next(microbatches) for _ in range(sampler.microbatches)]
-        result = _step(run, step, batches)
+        with run.profile.step(step) if run.profile else nullcontext():
+            with span("data"):
+                batches = [next(microbatches) for _ in range(sampler.microbatches)]
+            result = _step(run, step, batches, interrupt)
+        if isinstance(result, int):
+            run.interrupted = _leave(run, step - 1, result)
+            break
         row = _row(run, step, result, progress.step_seconds())
         if runtime.is_main:
-            logs[0].append(row)
+            logs.train(row)
             progress.show(row)
+        if result.asked:
+            run.interrupted = _leave(run, step, result.asked)
+            break
         evaluation = _after_step(run, step, logs)
+        _tell_profile(run, progress)
         progress.skip()
     progress.close()
+    _tell_profile(run, progress, last=True)
     return evaluation
 
 
-def _open_logs(run):
-    if not run.runtime.is_main:
-        return None
-    names = ("metrics.jsonl", "validation.jsonl")
-    return [MetricsLog(run.output / name, run.sampler.first_step) for name in names]
+def _tell_profile(run, progress, *, last=False):
+    """Prints and writes what --profile found, when it has."""
+    if run.profile is not None and (last or run.profile.table is not None):
+        table, run.profile = run.profile.finish(), None
+        if table is not None:
+            run.output.mkdir(parents=True, exist_ok=True)
+            table.write(run.output)
+            progress.say("\n".join([*table.lines(), f"wrote {run.output}/profile.json and profile.png"]))
+
+
+def _leave(run, step, number):
+    """Saves what `step` steps have made, where that is not done yet; the Interrupted that says how to go on."""
+    done = f"after step {step}"
+    if run.checkpoints is None:
+        return Interrupted(number, f"{done}; nothing is saved: checkpoint.enabled is false")
+    if step == run.sampler.first_step:
+        return Interrupted(number, "before a step was taken; there is nothing to save")
+    if run.checkpoints.saved != step:
+        run.checkpoints.save(step, run.model, run.optimizer, data=run.data_order)
+    folder = run.checkpoints.folder / f"step_{step}"
+    return Interrupted(number, f"{done}; saved, to go on: the same command with checkpoint.restore_from={folder}")
 
 
 def _loader(run):
@@ -284,6 +361,7 @@ def _loader(run):
         pin_memory=section.pin_memory,
         collate_fn=_Collate(calls_of(run.model).collate, run.processor, run.recipe.packed_sequence.collate_max_length),
         generator=torch.Generator(),
+        worker_init_fn=stay_apart,
     )
 
 
@@ -297,7 +375,7 @@ class _Collate:
         return self.collate(samples, self.processor, max_length=self.max_length)
 
 
-def _step(run, step, batches):
+def _step(run, step, batches, interrupt=NEVER):
     recipe = run.recipe
     return train_step(
         run.model,
@@ -309,6 +387,7 @@ def _step(run, step, batches):
         runtime=run.runtime,
         per_microbatch=recipe.pipeline.reduce_grad_per_microbatch,
         fused=resolve("loss_fn", recipe.loss_fn._target_) == "fused_linear",
+        interrupt=interrupt,
     )
 
 
@@ -356,7 +435,7 @@ def _evaluate(run, step, logs):
         batch_size=_held_out_batch(run),
     )
     if run.runtime.is_main:
-        logs[1].append({"step": step, **evaluation.row()})
+        logs.held_out({"step": step, **evaluation.row()})
     return evaluation
 
 

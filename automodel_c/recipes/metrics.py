@@ -70,5 +70,11 @@ class Progress:
         )
         self.bar.update(1)
 
+    def say(self, text):
+        """Prints `text` above the bar."""
+        self.bar.clear()
+        print(text, flush=True)
+        self.bar.refresh()
+
     def close(self):
         self.bar.close()

@@ -60,9 +60,10 @@ def start_ranks(recipe):
     """
     backend = recipe.dist_env.backend or ("nccl" if torch.cuda.is_available() else "gloo")
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    device, shape = torch.device("cpu"), mesh_shape(recipe.distributed, world)
+    device, shape = torch.device("cpu"), _started_shape(recipe.distributed, world)
     if "nccl" in backend:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        _check_gpu(backend, device.index)
         torch.cuda.set_device(device)
     store = None if "RANK" in os.environ else dist.HashStore()
     dist.init_process_group(
@@ -80,6 +81,23 @@ def start_ranks(recipe):
             yield runtime_over(shape, device, recipe.distributed.ep_size or 1)
     finally:
         dist.destroy_process_group()
+
+
+def _check_gpu(backend, index):
+    seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if index >= seen:
+        raise UsageError(
+            f"dist_env.backend={backend} gives each rank of this machine a GPU: rank {index} has none, torch sees"
+            f" {seen} (automodel-c doctor says what is missing; dist_env.backend=gloo runs on the CPU)"
+        )
+
+
+def _started_shape(section, world):
+    """mesh_shape, which says how more ranks are started where nobody has started any."""
+    try:
+        return mesh_shape(section, world)
+    except UsageError as error:
+        raise UsageError(f"{error}{'' if 'RANK' in os.environ else '; --nproc N starts N'}") from None
 
 
 def runtime_over(shape, device, ep=1):

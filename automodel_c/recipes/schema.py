@@ -51,9 +51,7 @@ class Model:
     pretrained_model_name_or_path: str | None = None  # a local directory
     config: dict | None = None  # for from_config: keys of transformers' Qwen3_5MoeConfig
     attn_implementation: str = "sdpa"  # of transformers' definition as it comes
-    operators: str = (
-        "automodel_c"  # models.qwen3_5; or patched, transformers' on our operators; or transformers, as it is
-    )
+    operators: str = "automodel_c"  # models.qwen3_5; or patched, transformers' on our operators; or transformers
     torch_dtype: str = "float32"  # to compute in, where mp_policy.param_dtype does not say; masters are fp32
     backend: dict | None = only(None)
     text_config: dict | None = None  # overrides of the directory's text_config
@@ -293,6 +291,25 @@ class LrScheduler:
 
 
 @dataclass
+class Logging:
+    """What is written besides metrics.jsonl, validation.jsonl and curves.png; wandb has a section of its own."""
+
+    tensorboard: bool | str = False  # true: event files in <output_dir>/tensorboard; or a folder
+
+
+@dataclass
+class Wandb:
+    """A run of Weights & Biases, where the section is there at all."""
+
+    project: str | None = None  # None: automodel_c
+    entity: str | None = None
+    name: str | None = None  # None: the name of output_dir
+    dir: str | None = None  # None: output_dir
+    mode: str | None = None  # online, offline or disabled; None: what WANDB_MODE says, else online
+    id: str | None = None  # of a run to go on with
+
+
+@dataclass
 class Recipe:
     """A whole recipe; see config.load_recipe."""
 
@@ -318,5 +335,6 @@ class Recipe:
     prewarm: Prewarm = block(Prewarm)
     optimizer: Optimizer = block(Optimizer)
     lr_scheduler: LrScheduler = block(LrScheduler)
-    wandb: dict | None = only(None)
+    logging: Logging = block(Logging)
+    wandb: Wandb | None = None  # {}: with its defaults
     ci: Any = None  # for the people who run recipes on a cluster; training does not read it

@@ -8,12 +8,14 @@ import torch.distributed as dist
 from ..data.encode import IGNORE_INDEX
 from . import parts
 from .calls import calls_of
+from .interrupt import NEVER, agreed
+from .profile import span
 
 
 @dataclass
 class StepResult:
     """What one step did, the same on all ranks: loss is the mean cross-entropy a label over the global batch; aux_loss
-    and mtp_loss are unweighted, None where the model has none."""
+    and mtp_loss are unweighted, None where the model has none; asked is the signal after which the run is to leave."""
 
     loss: float
     aux_loss: float | None
@@ -21,15 +23,22 @@ class StepResult:
     grad_norm: float
     labels: int
     tokens: int
+    asked: int | None = None
 
 
 def global_counts(model, batches, runtime):
     """(labels, tokens) of a global batch: microbatches summed over all ranks, those that ranks share once."""
+    return _global_counts(model, batches, runtime, NEVER)[:2]
+
+
+def _global_counts(model, batches, runtime, interrupt):
+    """(labels, tokens, the signal that any rank was sent)."""
     labels = sum(int((batch["labels"] != IGNORE_INDEX).sum()) for batch in batches)
     counts = torch.tensor([labels, sum(map(calls_of(model).tokens, batches))], device=runtime.device)
-    counts *= runtime.speaks
+    counts = torch.cat([counts * runtime.speaks, interrupt.flags(counts)])
     dist.all_reduce(counts)
-    return tuple(counts.tolist())
+    labels, tokens, *flags = counts.tolist()
+    return labels, tokens, agreed(flags)
 
 
 def accumulate_gradients(model, batches, labels, *, runtime, per_microbatch, fused=False):
@@ -48,35 +57,44 @@ def accumulate_gradients(model, batches, labels, *, runtime, per_microbatch, fus
     sums = {}
     for index, batch in enumerate(batches):
         parts.set_grad_reduction(model, per_microbatch or index == len(batches) - 1)
-        found = losses(model, batch, max(labels, 1), share, runtime.device, fused)
+        with span("forward"):
+            found = losses(model, batch, max(labels, 1), share, runtime.device, fused)
         for name in ("lm", "aux", "mtp"):
             value = getattr(found, name)
             if value is not None:
                 sums[name] = sums.get(name, 0.0) + value.float()
-        found.total.backward()
+        with span("backward"):
+            found.total.backward()
     return sums
 
 
 def train_step(
-    model, optimizer, batches, *, lr, max_norm, runtime, per_microbatch, fused=False, weight_decay=None
+    model, optimizer, batches, *, lr, max_norm, runtime, per_microbatch, fused=False, weight_decay=None, interrupt=NEVER
 ):  # fmt: skip
-    """One step at learning rate `lr`, and with `weight_decay` (None: the optimizer's). Returns a StepResult.
+    """One step at learning rate `lr`, and with `weight_decay` (None: the optimizer's). Returns a StepResult; where any
+    rank's `interrupt` had been asked before the step began, the signal, and nothing is done.
 
     FloatingPointError before the weights are touched when loss or gradient norm is not finite.
     """
-    labels, tokens = global_counts(model, batches, runtime)
+    labels, tokens, asked = _global_counts(model, batches, runtime, interrupt)
+    if asked:
+        return asked
     sums = accumulate_gradients(model, batches, labels, runtime=runtime, per_microbatch=per_microbatch, fused=fused)
     losses = torch.stack(list(sums.values()))  # the model decides which there are, so all ranks have the same
+    losses = torch.cat([losses, interrupt.flags(losses)])
     dist.all_reduce(losses)
-    grad_norm = parts.clip_gradients([p for p in model.parameters() if p.requires_grad], max_norm)
-    told = dict(zip(sums, losses.tolist(), strict=True))
-    result = StepResult(told["lm"], told.get("aux"), told.get("mtp"), float(grad_norm), labels, tokens)
+    with span("clip"):
+        grad_norm = parts.clip_gradients([p for p in model.parameters() if p.requires_grad], max_norm)
+    numbers = losses.tolist()
+    told, asked = dict(zip(sums, numbers, strict=False)), agreed(numbers[len(sums) :])
+    result = StepResult(told["lm"], told.get("aux"), told.get("mtp"), float(grad_norm), labels, tokens, asked)
     if not all(map(torch.isfinite, (losses.sum(), grad_norm))):
         raise FloatingPointError(f"loss {result.loss} and gradient norm {result.grad_norm} must be finite")
     for group in optimizer.param_groups:
         group["lr"] = lr
         if weight_decay is not None:
             group["weight_decay"] = weight_decay
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    with span("optimizer"):
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
     return result

@@ -1,11 +1,17 @@
+import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
 
 import pytest
+import yaml
 
-from automodel_c.cli import main
+from automodel_c.cli import _parser, main
+from automodel_c.recipes.config import load_recipe
+from automodel_c.recipes.keys import describe_keys
 from automodel_c.recipes.runtime import UsageError, mesh_shape
 from automodel_c.recipes.schema import Distributed
 
@@ -27,13 +33,19 @@ def _refused(capsys, *arguments):
     "arguments, message",
     [
         ([], "required"),
-        (["tain"], "invalid choice"),
+        (["tain"], "unknown command tain; did you mean train?"),
+        (["fly"], "unknown command fly; there are bench, doctor, export, plan, train"),
         (["train"], "required: recipe"),
         (["train", "no/such.yaml"], "recipe no/such.yaml: No such file"),
         (["train", DIGITS, "optimizer.rl=1"], "unknown key optimizer.rl; the nearest known key is optimizer.lr"),
         (["train", DIGITS, "--nproc", "0"], "--nproc: expected a whole number, at least 1, found 0"),
         (["train", DIGITS, "--nproc", "two"], "--nproc: expected a whole number, at least 1, found two"),
-        (["train", DIGITS, "--fast"], "unrecognized arguments: --fast"),
+        (["train", DIGITS, "--chek"], "unknown argument --chek; did you mean --check?"),
+        (["train", DIGITS, "--nproc=2", "--optimizer.lr=1"], "keys have no dashes before them: optimizer.lr=1"),
+        (["train", DIGITS, "optimizer.lr"], "override 'optimizer.lr': expected key=value"),
+        (["train", DIGITS, "optimizer.lr=fast"], "optimizer.lr: expected float, found 'fast'"),
+        (["train", "--keys", "optimzer"], "unknown key optimzer; the nearest known key is optimizer"),
+        (["doctor", "all"], "unknown argument all"),
         (["train", DIGITS, "--nproc", "2", "seeed=1"], "unknown key seeed; the nearest known key is seed"),
         (["train", DIGITS, "--nproc", "3", "distributed.cp_size=2"], "cp_size=2, but 3 ranks were started"),
         (["train", DIGITS, "--nproc", "3", "distributed.ep_size=2"], "ep_size=2, but 3 ranks were started"),
@@ -41,7 +53,7 @@ def _refused(capsys, *arguments):
         (["export", DIGITS, "runs"], "required: folder"),
         (["export", DIGITS, "runs", "hf"], "checkpoint.restore_from='runs': expected a folder called step_<n>"),
         (["bench", "atention"], "unknown key atention; the nearest known key is attention"),
-        (["plan", "--lengths", "8", "--ranks", "2"], "required: --explain"),
+        (["plan", "--lengths", "8", "--ranks", "2"], "plan: give a recipe with --gpus N, or --explain"),
         (
             ["plan", "--explain", "--lengths", "8,4x", "--ranks", "2"],
             "expected lengths such as 131072,4096x8, found 8,4x",
@@ -93,7 +105,8 @@ def test_plan_explains_a_pack(capsys):
     [
         ("step_scheduler.local_batch_size=5", "global_batch_size=16 is no multiple"),
         ("distributed.dp_size=4", "distributed.dp_size=4, but 1 ranks were started"),
-        ("distributed.cp_size=2", "distributed.cp_size=2, but 1 ranks were started: no multiple of it"),
+        ("distributed.cp_size=2", "cp_size=2, but 1 ranks were started: no multiple of it; --nproc N starts N"),
+        ("output_dir=/proc/nowhere", "output_dir='/proc/nowhere': No such file or directory"),
         ("checkpoint.restore_from=runs/nowhere", "checkpoint.restore_from='runs/nowhere': expected a folder"),
         ("dataset.split=tests", "no JSONL, Parquet or Arrow file of split 'tests'"),
         ("model.config.text_config.hiden_size=8", "text_config.hiden_size; .*text_config.hidden_size"),
@@ -110,10 +123,15 @@ def test_plan_explains_a_pack(capsys):
     ],
 )
 def test_main_refused_while_building(capsys, tiny, tmp_path, override, message):
-    import re
-
-    error = _refused(capsys, "train", DIGITS, *tiny, override, f"output_dir={tmp_path}")
+    error = _refused(capsys, "train", DIGITS, *tiny, f"output_dir={tmp_path}", override)
     assert re.search(message, error), error
+
+
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
+def test_main_without_a_gpu(capsys, monkeypatch, backend):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    error = _refused(capsys, "train", DIGITS, f"dist_env.backend={backend}")
+    assert f"dist_env.backend={backend} gives each rank of this machine a GPU: rank 0 has none, torch sees 0" in error
 
 
 def test_main_check(capsys, tiny, tmp_path):
@@ -163,20 +181,68 @@ def test_main_without_the_packages_for_training(module):
     )
 
 
-def test_main_ended_by_a_signal(monkeypatch, capsys):
-    """Ctrl-C ends the launcher without a traceback of its own."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.launcher import api
-
-    def ended(*_):
-        raise SignalException("got a signal", signal.SIGINT)
-
-    monkeypatch.setattr(api, "elastic_launch", lambda *_: ended)
+@pytest.mark.parametrize(
+    "rank, status, expected, said",
+    [
+        (None, 0, 0, ""),
+        (1, 2, 2, ""),
+        (0, 130, 130, ""),
+        (1, -signal.SIGTERM, 143, "automodel-c: ended by SIGTERM\n"),
+        (1, -signal.SIGKILL, 137, "automodel-c: rank 1 failed first: killed by SIGKILL\n"),
+        (0, 1, 1, "automodel-c: rank 0 failed first, with exit status 1\n"),
+    ],
+)
+def test_main_of_ranks_that_ended(monkeypatch, capsys, rank, status, expected, said):
+    """The launcher adds a line of its own only where no rank has said why."""
+    monkeypatch.setattr("automodel_c.recipes.launch.run_ranks", lambda *_: (rank, status))
     monkeypatch.delenv("RANK", raising=False)
-    assert main(["train", DIGITS, "--nproc", "2"]) == 128 + signal.SIGINT
-    assert capsys.readouterr().err == "automodel-c: ended by SIGINT\n"
+    assert main(["train", DIGITS, "--nproc", "2"]) == expected
+    assert capsys.readouterr().err == said
+
+
+def test_help_teaches(capsys):
+    """Every command's help has examples, whose commands, options and keys are there."""
+    verbs = ("train", "plan", "doctor", "bench", "export")
+    for verb in verbs:
+        with pytest.raises(SystemExit) as exit:
+            main([verb, "--help"])
+        text = capsys.readouterr().out
+        assert exit.value.code == 0 and "examples:\n" in text
+        parser = _parser()[1][verb]
+        for line in re.findall(r"^ +automodel-c (.*?)(?:  .*)?$", text, re.M):
+            name, *words = shlex.split(line.split(" > ")[0])
+            assert name == verb
+            if "--keys" in words:
+                assert describe_keys(words[-1])
+                continue
+            found, rest = parser.parse_known_args(words)
+            assert all("=" in word for word in rest)
+            for override in (*rest, *getattr(found, "overrides", ())):
+                assert describe_keys(override.partition("=")[0])
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = capsys.readouterr().out
+    assert all(f"\n    {verb} " in text for verb in verbs)
+
+
+def test_train_keys(capsys):
+    """Every key of the schema, as a recipe may hold it."""
+    with pytest.raises(SystemExit) as exit:
+        main(["train", "--keys"])
+    lines = capsys.readouterr().out.splitlines()
+    assert exit.value.code == 0
+    assert "optimizer.betas: list of float = [0.9, 0.999]" in lines
+    assert "step_scheduler.max_steps: int = null  # null: as many as num_epochs hold" in lines
+    assert "distributed.strategy: str = fsdp2  # only fsdp2 so far" in lines
+    assert "wandb.mode: str = null  # online, offline or disabled; null: what WANDB_MODE says, else online" in lines
+    for line in lines:
+        key, default = re.match(r"([\w.]+): .*? = ([^#]*?)(?:  #|$)", line).groups()
+        if "wandb" not in key and "validation" not in key and not isinstance(yaml.safe_load(default), dict | list):
+            load_recipe(DIGITS, [f"{key}={default}"] if not key.startswith(("model.", "processor.")) else [])
 
 
 def test_doctor(capsys):
     assert main(["doctor"]) == 0
     assert "torch 2." in capsys.readouterr().out
+    assert main(["doctor", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["packages"]["torch"].startswith("2.")

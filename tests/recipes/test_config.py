@@ -185,7 +185,6 @@ def test_load_recipe_bad_file(tmp_path, text, message):
         ("checkpoint.model_save_format", "torch_save"),
         ("packed_sequence.attn_implementation", "flash_attention_2"),
         ("optimizer.exp_avg_dtype", "bfloat16"),
-        ("wandb", "{project: x}"),
         ("dataloader.drop_last", "false"),
         ("loss_fn._target_", "ChunkedCrossEntropy"),
     ],
