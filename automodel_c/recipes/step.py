@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 
 from ..data.encode import IGNORE_INDEX
+from ..models.qwen3_5.pipeline import Stages
+from ..parallel.pipeline import Pipeline
 from . import parts
 from .calls import calls_of
 
@@ -43,8 +45,10 @@ def accumulate_gradients(model, batches, labels, *, runtime, per_microbatch, fus
     Returns {"lm": .., "aux": .., "mtp": ..}, this rank's parts of the step's losses, fp32 scalars, unweighted; no key
     where the model has no such loss.
     """
-    losses = calls_of(model).losses
     share = 1.0 / (len(batches) * runtime.dp_size)
+    if runtime.pp.stages > 1:
+        return _through_stages(model, batches, max(labels, 1), share, runtime, per_microbatch)
+    losses = calls_of(model).losses
     sums = {}
     for index, batch in enumerate(batches):
         parts.set_grad_reduction(model, per_microbatch or index == len(batches) - 1)
@@ -54,6 +58,20 @@ def accumulate_gradients(model, batches, labels, *, runtime, per_microbatch, fus
             if value is not None:
                 sums[name] = sums.get(name, 0.0) + value.float()
         found.total.backward()
+    return sums
+
+
+def _through_stages(model, batches, count, share, runtime, per_microbatch):
+    """`accumulate_gradients` of a model of which this rank holds some layers."""
+    model.aux_share = share
+    stages = Stages(model, [{**batch, "num_label_tokens": count} for batch in batches])
+    pipeline = Pipeline(runtime.pp, runtime.channels, stages, runtime.device)
+    pipeline.step(len(batches), lambda last: parts.set_grad_reduction(model, per_microbatch or last))
+    sums = {"lm": stages.losses["lm_loss"]}
+    if model.has_aux_loss:
+        sums["aux"] = stages.losses["aux_loss"] * share
+    if model.config.text.mtp_num_hidden_layers:
+        sums["mtp"] = stages.losses["mtp_loss"]
     return sums
 
 
@@ -68,7 +86,8 @@ def train_step(
     sums = accumulate_gradients(model, batches, labels, runtime=runtime, per_microbatch=per_microbatch, fused=fused)
     losses = torch.stack(list(sums.values()))  # the model decides which there are, so all ranks have the same
     dist.all_reduce(losses)
-    grad_norm = parts.clip_gradients([p for p in model.parameters() if p.requires_grad], max_norm)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    grad_norm = parts.clip_gradients(trained, max_norm, group=runtime.pp_group)
     told = dict(zip(sums, losses.tolist(), strict=True))
     result = StepResult(told["lm"], told.get("aux"), told.get("mtp"), float(grad_norm), labels, tokens)
     if not all(map(torch.isfinite, (losses.sum(), grad_norm))):
