@@ -20,7 +20,7 @@ from .qwen3_5.text import DecoderLayer
 
 def parallelize_qwen3_5(
     model, mesh, *, moe_mesh=None, mp_policy=None, reshard_after_forward=None, experts_reshard_after_forward=None,
-    activation_checkpointing=False, activation_checkpointing_scope="all", compile=False,
+    activation_checkpointing=False, activation_checkpointing_scope="all", compile=False, async_tensor_parallel=False,
 ):  # fmt: skip
     """Shards `model` in place over a device mesh with FSDP2, and returns it.
 
@@ -40,6 +40,7 @@ def parallelize_qwen3_5(
     FSDP2, which frees all but the root. experts_reshard_after_forward: of experts that ranks share; None as the rest.
     activation_checkpointing: False, True or "full", "selective" (see qwen3_5.load). activation_checkpointing_scope:
     "all", "language" (decoder and MTP head) or "vision"; a frozen tower keeps nothing and is never in it.
+    async_tensor_parallel: whether ranks of "tp" send rows while they compute, see `parallel.tensor.compiled`.
     Order: weights over "tp" and experts over "ep" (the model was loaded so), checkpointing, compilation, FSDP2: gate
     parameters (always fp32), experts that ranks share, weights that ranks split with the norms between them, vision
     blocks, vision tower, decoder layers, MTP head, root; context parallelism goes on inside forward.
@@ -71,6 +72,7 @@ def parallelize_qwen3_5(
         own_reshard = _given(reshard_after_forward=experts_reshard_after_forward)
         _shard_experts(experts, moe_mesh, **options | own_reshard)
     for module, between in _split_modules(model):
+        module.asynchronous = async_tensor_parallel
         for norm in between:
             fully_shard(norm, **options)
         _shard_split(module, options["mesh"], **options | {"mesh": _flat(mesh, "dp", "cp")})

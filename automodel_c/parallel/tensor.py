@@ -6,13 +6,18 @@ rank makes of them with its part of the weight is summed while the rows go home 
 every rank sees a rank's rows, or its heads, alone: its gradient is this rank's part, and parts sum over the group.
 """
 
+import functools
+
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 from automodel_c import _amcore
 
+_traced = torch.ops._c10d_functional  # what torch.compile sees of collectives
 _gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the latter: torch 2.11
 
 
@@ -43,47 +48,82 @@ class TensorParallel:
 
     def gather(self, x):
         """Every rank's x [n, ..] -> all rows [R n, ..]; a row's gradient is the sum of all ranks'."""
-        return x if self.group is None else _Gather.apply(x, self.group)
+        return x if self.group is None else _Gather.apply(x, self.ranks, self.group.group_name)
 
     def scatter(self, x):
         """The sum over ranks of x [R n, ..], of which each rank gets its own rows [n, ..]."""
-        return x if self.group is None else _Scatter.apply(x, self.group)
+        return x if self.group is None else _Scatter.apply(x, self.ranks, self.group.group_name)
+
+    def products(self, x, weights, asynchronous=False):
+        """[all rows of x [n, H] times a split weight [m, H]] of every weight. asynchronous: see `compiled`."""
+        return (compiled(_joined_products) if asynchronous else _products)(x, weights, self)
+
+    def product(self, x, weight, asynchronous=False):
+        """x [R n, m], this rank's part of the channels, times its part [H, m] of a weight: its own rows of the sum."""
+        return (compiled(_product) if asynchronous else _product)(x, weight, self)
+
+
+@functools.cache
+def compiled(function):
+    """A function of tensors by torch.compile, where Inductor cuts gathers and the products behind them, and products
+    and the sums behind them, into pieces that run at the same time. It does so on CUDA, in groups with symmetric
+    memory, where rows are added in their own dtype; elsewhere it leaves them as they are."""
+    return torch.compile(function, options={"_micro_pipeline_tp": True})
+
+
+def _products(x, weights, tp):
+    x = tp.gather(x)
+    return [F.linear(x, weight) for weight in weights]
+
+
+def _joined_products(x, weights, tp):
+    """One product, so that its gradient is one too and the sum over ranks stands right behind it."""
+    return F.linear(tp.gather(x), torch.cat(weights)).split([len(weight) for weight in weights], -1)
+
+
+def _product(x, weight, tp):
+    return tp.scatter(F.linear(x, weight))
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return gather_rows(x, group)
+    def forward(ctx, x, ranks, name):
+        ctx.of = ranks, name
+        return gather_rows(x, ranks, name)
 
     @staticmethod
     def backward(ctx, grad):
-        return sum_rows(grad, ctx.group), None
+        return sum_rows(grad, *ctx.of), None, None
 
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return sum_rows(x, group)
+    def forward(ctx, x, ranks, name):
+        ctx.of = ranks, name
+        return sum_rows(x, ranks, name)
 
     @staticmethod
     def backward(ctx, grad):
-        return gather_rows(grad, ctx.group), None
+        return gather_rows(grad, *ctx.of), None, None
 
 
-def gather_rows(x, group):
-    """x [n, ..] of every rank -> [R n, ..], in rank order."""
-    whole = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
-    _gather_single(whole, x.contiguous(), group=group)
+def gather_rows(x, ranks, name):
+    """x [n, ..] of every rank of the group of that name -> [R n, ..], in rank order."""
+    if torch.compiler.is_compiling():
+        return _traced.wait_tensor(_traced.all_gather_into_tensor(x.contiguous(), ranks, name))
+    whole = x.new_empty(ranks * x.shape[0], *x.shape[1:])
+    _gather_single(whole, x.contiguous(), group=_resolve_process_group(name))
     return whole
 
 
-def sum_rows(x, group):
-    """x [R n, ..] of every rank -> this rank's rows [n, ..] of the sum, added in float32 in rank order."""
+def sum_rows(x, ranks, name):
+    """x [R n, ..] of every rank of the group of that name -> this rank's rows [n, ..] of the sum, added in float32 in
+    rank order."""
+    if torch.compiler.is_compiling():
+        return _traced.wait_tensor(_traced.reduce_scatter_tensor(x.contiguous(), "sum", ranks, name))
     parts = torch.empty_like(x, memory_format=torch.contiguous_format)
-    dist.all_to_all_single(parts, x.contiguous(), group=group)
-    total = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
-    _amcore.comm_reduce_parts(total.view(-1), parts.view(group.size(), -1), scale=1.0)
+    dist.all_to_all_single(parts, x.contiguous(), group=_resolve_process_group(name))
+    total = x.new_empty(x.shape[0] // ranks, *x.shape[1:])
+    _amcore.comm_reduce_parts(total.view(-1), parts.view(ranks, -1), scale=1.0)
     increment_version(total)
     return total

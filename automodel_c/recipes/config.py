@@ -281,6 +281,8 @@ def _check_schedule(section):
 
 
 def _check_tensor_parallel(section):
+    if section.enable_async_tensor_parallel and (section.tp_size or 1) == 1:
+        raise RecipeError("distributed.enable_async_tensor_parallel needs distributed.tp_size above 1")
     if (section.tp_size or 1) > 1 and section.sequence_parallel is False:
         raise RecipeError(
             f"distributed.sequence_parallel=false with distributed.tp_size={section.tp_size}: rows are always divided"

@@ -209,6 +209,7 @@ def shard(recipe, model, runtime):
         activation_checkpointing=section.activation_checkpointing,
         activation_checkpointing_scope=section.activation_checkpointing_scope or "all",
         compile=section.enable_compile,
+        async_tensor_parallel=section.enable_async_tensor_parallel,
     )
     parts.install_reduction(model, runtime.device)
     return model

@@ -187,7 +187,7 @@ class Distributed:
     pipeline: dict | None = only(None)
     moe: Moe = block(Moe)
     multimodal: Multimodal = block(Multimodal)
-    enable_async_tensor_parallel: bool = only(False)
+    enable_async_tensor_parallel: bool = False  # rows of split weights travel while these compute: compiled, on CUDA
     enable_compile: bool = False  # true is refused, with the reason
     enable_fsdp2_prefetch: bool = only(False)
     tp_plan: dict | None = None  # {pattern: style} instead of the model's own, see models.qwen3_5.tensor.plan_of

@@ -11,7 +11,7 @@ from automodel_c.models.parallelize import parallelize_qwen3_5
 from automodel_c.models.qwen3_5.pipeline import Answers, Stages
 from automodel_c.models.qwen3_5.shards import Part
 from automodel_c.optim import clip_grad_norm_
-from automodel_c.parallel import ContextParallel, TensorParallel, set_grad_reduction
+from automodel_c.parallel import ContextParallel, TensorParallel, faults, set_grad_reduction
 from automodel_c.parallel.fsdp_units import param_group, units
 from automodel_c.parallel.pipeline import Pipeline
 from automodel_c.recipes.parts import install_reduction
@@ -95,3 +95,18 @@ def answers(name, shape, chunks, pack, rows):
         stages = Answers(model, batch, rows)
         Pipeline(where.pp, where.channels, stages, where.device).forward(0)
     return stages.logits
+
+
+def fails(shape, chunks, rank):
+    """One rank fails in a layer, in a microbatch that is not the first."""
+    where, model, seen = runtime(shape, 1, chunks), build("dense", 0, shape, 1, chunks), []
+
+    def raise_later(*_):
+        seen.append(1)
+        if len(seen) > 1 and dist.get_rank() == rank:
+            raise KeyError("the layer's own")
+
+    next(iter(model.model.language_model.layers.children())).register_forward_pre_hook(raise_later)
+    stages = Stages(model, [PACKS[pack] for pack in ("tiny", "text", "tiny", "tiny")])
+    with faults.guard():
+        Pipeline(where.pp, where.channels, stages, where.device).step(4, lambda last: set_grad_reduction(model, True))

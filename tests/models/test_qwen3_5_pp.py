@@ -13,6 +13,7 @@ from tests.models import pp_worker as worker
 from tests.models.test_qwen3_5_cp import label_count, plain, trained, truth  # noqa: F401
 from tests.models.test_qwen3_5_ep import norms_of
 from tests.numerics import assert_as_good_as, ulp_of
+from tests.ranks import RanksFailed
 
 CHOSEN = ("text", "clips", "tiny", "padding")  # microbatches of other lengths each
 # model, (dp, cp, tp, pp), how many of a stage's ranks share experts, stages on each rank
@@ -130,3 +131,12 @@ def test_layers_of_stages(layers, ranks, chunks):
     assert max(sizes) - min(sizes) <= 1 and max(sizes[0], sizes[-1]) <= max(sizes[1:-1], default=max(sizes))
     with pytest.raises(ValueError, match=f"{ranks * chunks - 1} layers cannot be cut into {ranks * chunks} stages"):
         PipelineParallel(0, ranks, chunks).layers(ranks * chunks - 1, 0)
+
+
+@pytest.mark.parametrize("rank", [0, 2, 3])
+def test_a_stage_that_fails_makes_all_raise(rank_pools, rank):
+    with pytest.raises(RanksFailed) as failed:
+        rank_pools(4).run(worker.fails, (1, 1, 1, 4), 1, rank, timeout=60, grace=30)
+    assert sorted(failed.value.reports) == [0, 1, 2, 3]
+    for other, text in failed.value.reports.items():
+        assert "the layer's own" in text and (other == rank or f"RankFailure: rank {rank}" in text)

@@ -3,6 +3,11 @@
 The error rule as in test_qwen3_5_cp.
 """
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -26,6 +31,7 @@ LAYOUTS = {
     "experts, dp 2 x tp 2": ("experts", (2, 1, 2), 1),
 }
 SEEDS = range(5)
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -129,3 +135,22 @@ def test_a_plan_that_splits_attention_alone(ranks):
     found = ranks.run(worker.steps, "dense", [0], (1, 1, 2), 1, ("clips",), label_count(("clips",)), tp_plan=plan)
     for key, value in found[0][0][0].items():
         close(value, one_rank("dense", 0, "clips")[0][key], key)
+
+
+def test_collectives_are_fused_with_products():
+    """Every gather and every sum, forward and backward, of an MLP and of attention's products."""
+    done = subprocess.run([sys.executable, "-m", "tests.models.async_tp"], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    fused = {"all_gather_matmul": 2, "matmul_reduce_scatter": 2}
+    assert found == dict.fromkeys(
+        ("mlp", "attention"), fused | {"all_gather_into_tensor": 0, "reduce_scatter_tensor": 0}
+    )
+
+
+def test_compiled_products_have_the_same_gradients(ranks):
+    found = ranks.run(
+        worker.compiled_steps, "dense", [0], (1, 1, 2), 1, ("clips", "text"), label_count(("clips", "text"))
+    )
+    for key, value in found[0][0][0].items():
+        close(value, one_rank("dense", 0, "clips", "text")[0][key], key)

@@ -2,6 +2,7 @@
 
 import functools
 import re
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from automodel_c.models.gates import published_name
 from automodel_c.models.parallelize import parallelize_qwen3_5
 from automodel_c.models.qwen3_5.shards import Part
 from automodel_c.optim import clip_grad_norm_
-from automodel_c.parallel import ContextParallel, PipelineParallel, TensorParallel, set_grad_reduction
+from automodel_c.parallel import ContextParallel, PipelineParallel, TensorParallel, set_grad_reduction, tensor
 from automodel_c.recipes.parts import install_reduction
 from automodel_c.recipes.runtime import runtime_over
 from tests.models import cp_worker
@@ -64,11 +65,17 @@ def whole(model, loss):
     return found if dist.get_rank() == 0 else None
 
 
-def steps(name, seeds, shape, ep, chosen, count, checkpointing=False, tp_plan=None):
+def compiled_steps(*arguments):
+    """As `steps`, where products of split weights are traced with their collectives."""
+    with mock.patch.object(tensor, "compiled", functools.cache(lambda f: torch.compile(f, backend="aot_eager"))):
+        return steps(*arguments, async_tensor_parallel=True)
+
+
+def steps(name, seeds, shape, ep, chosen, count, checkpointing=False, tp_plan=None, **options):
     """Of every seed: (`whole` of one global batch, its norm), gradients reduced in each microbatch for even ones."""
     where, found = runtime(shape, ep), []
     for seed in seeds:
-        model = sharded(name, seed, shape, ep, tp_plan, activation_checkpointing=checkpointing)
+        model = sharded(name, seed, shape, ep, tp_plan, activation_checkpointing=checkpointing, **options)
         loss = backward(model, chosen, where, count, per_microbatch=seed % 2 == 0)
         found.append((whole(model, loss), clip_grad_norm_(model.parameters(), float("inf"))))
     return found

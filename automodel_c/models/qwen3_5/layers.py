@@ -1,7 +1,6 @@
 """Norms and the dense MLP, on this package's operators. [.., H] in and out."""
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -44,31 +43,23 @@ class LayerNorm(nn.LayerNorm):
         return ops.layer_norm(x, self.weight, self.bias, eps=self.eps)
 
 
-class Linear(nn.Linear):
-    """Without a bias. Its weight may be this rank's part of one that ranks of tensor parallelism split."""
-
-    def __init__(self, size, width):
-        super().__init__(size, width, bias=False)
-
-    def forward(self, x):
-        return F.linear(x, own_part(self.weight))
-
-
 def own_part(weight):
     """What this rank has of a weight: under FSDP2 that is a DTensor over the ranks that share it."""
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 class MLP(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x)). tp: the TensorParallel whose ranks split the width, and x's rows."""
+    """SwiGLU: down(silu(gate(x)) * up(x)). tp: the TensorParallel whose ranks split the width, and x's rows;
+    asynchronous: whether they do so while they compute, see `TensorParallel.products`."""
 
     def __init__(self, size, width):
         super().__init__()
-        self.tp = TensorParallel()
-        self.gate_proj = Linear(size, width)
-        self.up_proj = Linear(size, width)
-        self.down_proj = Linear(width, size)
+        self.tp, self.asynchronous = TensorParallel(), False
+        self.gate_proj = nn.Linear(size, width, bias=False)
+        self.up_proj = nn.Linear(size, width, bias=False)
+        self.down_proj = nn.Linear(width, size, bias=False)
 
     def forward(self, x):
-        x = self.tp.gather(x)
-        return self.tp.scatter(self.down_proj(ops.swiglu(self.gate_proj(x), self.up_proj(x))))
+        gate, up, down = (own_part(linear.weight) for linear in (self.gate_proj, self.up_proj, self.down_proj))
+        hidden = ops.swiglu(*self.tp.products(x, [gate, up], self.asynchronous))
+        return self.tp.product(hidden, down, self.asynchronous)
