@@ -79,6 +79,7 @@ def test_parts_sum_to_one_ranks(ranks):
 
 
 def close(found, expected, key):
+    """But for rounding, which tests above hold to the error rule."""
     error = (found - expected).norm() / expected.norm().clamp(min=1e-12)
     assert error < 1e-4, f"{key}: {error:.2e}"
 
@@ -154,3 +155,19 @@ def test_compiled_products_have_the_same_gradients(ranks):
     )
     for key, value in found[0][0][0].items():
         close(value, one_rank("dense", 0, "clips", "text")[0][key], key)
+
+
+def test_products_that_are_compiled(ranks):
+    for found, expected in zip(ranks.run(worker.products, True), ranks.run(worker.products, False), strict=True):
+        for at, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+            close(ours, theirs, at)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "ep"), [("dense", (2, 1, 2), 1), ("experts", (1, 1, 2), 2), ("dense", (1, 1, 2), 1)]
+)
+def test_means_over_ranks(rank_pools, name, shape, ep):
+    """Where FSDP2 takes means, a split weight's is over all ranks too, though fewer ranks reduce it."""
+    found = rank_pools(shape[0] * shape[2]).run(worker.means, name, shape, ep, CHOSEN, label_count(CHOSEN))[0]
+    for key, expected in one_rank(name, 0, *CHOSEN)[0].items():
+        close(found[key], expected, key)

@@ -132,3 +132,28 @@ def _said(call):
         call()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
+
+
+def means(name, shape, ep, chosen, count):
+    """`whole` as FSDP2 reduces by itself: it takes means over ranks, for which the loss is scaled up."""
+    where, model = runtime(shape, ep), build(name, 0, shape, ep)
+    parallelize_qwen3_5(model, where.mesh, moe_mesh=where.moe_mesh)
+    total = torch.zeros(())
+    for pack in chosen[where.dp_rank :: where.dp_size]:
+        loss, _ = model({**PACKS[pack], "num_label_tokens": count})
+        (loss * where.world).backward()
+        total += loss.detach()
+    dist.all_reduce(total)
+    return whole(model, total)
+
+
+def products(asynchronous):
+    """Products of split weights, their sum over ranks, and all gradients."""
+    tp = TensorParallel(runtime((1, 1, 2), 1).tp_mesh)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    x, *weights = (torch.randn(n, 32, generator=generator).requires_grad_() for n in (6, 24, 8))
+    down = torch.randn(32, 24, generator=generator).requires_grad_()
+    wide, narrow = tp.products(x, weights, asynchronous)
+    out = tp.product(wide * narrow.sum(1, keepdim=True), down, asynchronous)
+    out.square().sum().backward()
+    return [wide.detach(), narrow.detach(), out.detach(), *(p.grad for p in (x, *weights, down))]

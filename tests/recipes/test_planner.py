@@ -145,6 +145,11 @@ def test_command(capsys):
         (["plan", "--gpus", "8"], "give a recipe with --gpus N, or --explain"),
         (["plan", LARGE, "--gpus", "128", "seeed=1"], "seeed"),
         (["plan", LARGE, "--gpus", "128", "--machine", "nowhere.json"], "nowhere.json"),
+        (
+            ["plan", "examples/qwen3_5_27b_tp4_pp4.yaml", "--gpus", "16"],
+            "distributed.tp_size=4: automodel-c plan predicts",
+        ),
+        (["plan", "examples/qwen3_5_4b_cp2_frames.yaml", "--gpus", "8"], "tie_word_embeddings is true"),
     ],
 )
 def test_complaints(words, complaint, capsys, monkeypatch):
