@@ -63,6 +63,15 @@ class Channels:
                     if dist.get_rank() in (column[a], column[b]):
                         self._ways[way, source, sink] = group, column[source], column[sink]
 
+    def open(self, device):
+        """Sends one number through every way, so that the first step does not wait for communicators to be made."""
+        for group, origin, to in self._ways.values():
+            number = torch.ones(1, device=device)
+            if dist.get_rank() == origin:
+                dist.send(number, to, group=group)
+            else:
+                dist.recv(number, origin, group=group)
+
     def send(self, way, source, sink, tensors):
         """Begins to send tensors from one rank of the column, this one, to another."""
         group, _, to = self._ways[way, source, sink]

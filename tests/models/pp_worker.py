@@ -15,7 +15,9 @@ from automodel_c.parallel import ContextParallel, TensorParallel, faults, set_gr
 from automodel_c.parallel.fsdp_units import param_group, units
 from automodel_c.parallel.pipeline import Pipeline
 from automodel_c.recipes.parts import install_reduction
+from automodel_c.recipes.prewarm import prewarm
 from automodel_c.recipes.runtime import runtime_over
+from automodel_c.recipes.schema import Prewarm
 from tests.models import cp_worker
 from tests.models.cp_worker import PACKS
 from tests.ranks import here
@@ -110,3 +112,10 @@ def fails(shape, chunks, rank):
     stages = Stages(model, [PACKS[pack] for pack in ("tiny", "text", "tiny", "tiny")])
     with faults.guard():
         Pipeline(where.pp, where.channels, stages, where.device).step(4, lambda last: set_grad_reduction(model, True))
+
+
+def prewarmed(shape, chunks):
+    """Twice, and whether a microbatch goes through the same ways afterwards."""
+    where = runtime(shape, 1, chunks)
+    done = [prewarm(Prewarm(comm_groups=True), where) for _ in range(2)]
+    return done, answers("dense", shape, chunks, "tiny", [0]) is not None

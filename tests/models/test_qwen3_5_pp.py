@@ -62,6 +62,14 @@ def test_logits_are_on_the_last_stages_ranks(rank_pools, shape, chunks):
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(("shape", "chunks"), [((1, 1, 1, 4), 1), ((2, 1, 1, 2), 2)])
+def test_prewarming_opens_every_way(rank_pools, shape, chunks):
+    found = rank_pools(4).run(worker.prewarmed, shape, chunks)
+    assert [done for done, _ in found] == [[{"comm_groups": True}] * 2] * 4
+    last = shape[0]  # ranks of the last stage
+    assert [told for _, told in found] == [False] * (4 - last) + [True] * last
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("chunks", [1, 2, 3])
 @pytest.mark.parametrize("microbatches", [1, 2, 3, 4, 7, 8])
