@@ -71,13 +71,13 @@ def _check_keys(mapping):
             check_known(key, known, f"model.config.{where}")
 
 
-def build_model(section, processor_section, how, processor_how, *, cp=None, frame_sharding=None, ep_group=None):
+def build_model(section, processor_section, how, processor_how, **parallel):
     """(model, Processor) for a recipe's `model` and `processor` sections (schema.Model, schema.Processor).
 
     how, processor_how: what their `_target_` means. section.operators: "automodel_c" is our own definition, "patched"
-    transformers' on our operators, "transformers" transformers' as it comes. cp, frame_sharding, ep_group: as
-    qwen3_5.load takes them, for our own, which is on the meta device: `materialise` gives it its weights once it is
-    sharded. transformers' is on the CPU. Either is fp32: what FSDP2 shards are the masters.
+    transformers' on our operators, "transformers" transformers' as it comes. parallel: cp, frame_sharding, ep_group,
+    tp, tp_plan and pp as qwen3_5.load takes them, for our own, which is on the meta device: `materialise` gives it its
+    weights once it is sharded. transformers' is on the CPU. Either is fp32: what FSDP2 shards are the masters.
     ValueError where the ranks of ep_group do not divide the experts.
     """
     processor = processor_of(section, processor_section, how, processor_how)
@@ -87,7 +87,7 @@ def build_model(section, processor_section, how, processor_how, *, cp=None, fram
     else:
         config = directory_config(folder, section)
     if section.operators == "automodel_c":
-        return own(folder, config, section, cp=cp, frame_sharding=frame_sharding, ep_group=ep_group), processor
+        return own(folder, config, section, **parallel), processor
     model = _transformers(folder, config, section.attn_implementation)
     if section.operators == "patched":
         patch_transformers(model)
@@ -197,12 +197,13 @@ def as_dtype(name, where):
 def freeze(model, section):
     """Takes the parts that a recipe's freeze_config (schema.FreezeConfig) names out of training."""
     base = model.model
+    frozen = []
     if section.freeze_vision_tower:
-        base.visual.requires_grad_(False)
+        frozen.append(base.visual)
     if section.freeze_language_model:
-        base.language_model.requires_grad_(False)
-        model.lm_head.requires_grad_(False)
-        if getattr(model, "mtp", None) is not None:
-            model.mtp.requires_grad_(False)
+        frozen += [base.language_model, model.lm_head, getattr(model, "mtp", None)]
     if section.freeze_embeddings:
-        base.language_model.embed_tokens.requires_grad_(False)
+        frozen.append(base.language_model.embed_tokens)
+    for part in frozen:
+        if part is not None:  # a stage of a pipeline may not have it
+            part.requires_grad_(False)

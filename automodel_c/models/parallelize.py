@@ -11,21 +11,25 @@ from torch.distributed.tensor import DTensor, Shard
 from .gates import hold_gates
 from .qwen3_5 import Qwen3_5
 from .qwen3_5.experts import Experts
+from .qwen3_5.layers import MLP
 from .qwen3_5.model import RECOMPUTE, SCOPES
 from .qwen3_5.step import OnHost
+from .qwen3_5.tensor import is_split
+from .qwen3_5.text import DecoderLayer
 
 
 def parallelize_qwen3_5(
     model, mesh, *, moe_mesh=None, mp_policy=None, reshard_after_forward=None, experts_reshard_after_forward=None,
-    activation_checkpointing=False, activation_checkpointing_scope="all", compile=False,
+    activation_checkpointing=False, activation_checkpointing_scope="all", compile=False, async_tensor_parallel=False,
 ):  # fmt: skip
     """Shards `model` in place over a device mesh with FSDP2, and returns it.
 
     model: qwen3_5.Qwen3_5 or transformers' Qwen3_5(Moe)ForConditionalGeneration on this rank's device, equal on all
     ranks but for experts that they share, frozen where it shall be. A Qwen3_5 may be on the meta device:
     qwen3_5.materialise then fills the shards, and no rank ever holds all weights.
-    mesh: dimensions "dp" and perhaps "cp". Weights are sharded over both alike, for gradients are parts that sum over
-    both; the model was loaded with the ContextParallel of this rank's "cp" group.
+    mesh: dimensions "dp" and perhaps "cp" and "tp", in this order. Weights are sharded over all alike, for gradients
+    are parts that sum over all; the model was loaded with the ContextParallel of this rank's "cp" group, and with the
+    TensorParallel of its "tp". Weights that ranks of "tp" split are sharded over the rest, in units of their own.
     moe_mesh: None, or dimensions "ep_shard" and "ep" over the same ranks in the same order, so that "ep" is innermost;
     the model was loaded with this rank's "ep" group. Weights of experts [E, ..] become DTensors over it, sharded on
     dim 0 over "ep" and on dim 1 over "ep_shard", where FSDP2 sums their gradients: what comes from the ranks of "ep" is
@@ -36,13 +40,14 @@ def parallelize_qwen3_5(
     FSDP2, which frees all but the root. experts_reshard_after_forward: of experts that ranks share; None as the rest.
     activation_checkpointing: False, True or "full", "selective" (see qwen3_5.load). activation_checkpointing_scope:
     "all", "language" (decoder and MTP head) or "vision"; a frozen tower keeps nothing and is never in it.
-    Order: checks of tensor parallelism, experts over "ep" (the model was loaded so), checkpointing, compilation,
-    FSDP2: gate parameters (always fp32), experts that ranks share, vision blocks, vision tower, decoder layers, MTP
-    head, root; context parallelism goes on inside forward.
-    NotImplementedError for a mesh with other dimensions of more than one rank (tensor and pipeline parallelism are not
-    done here), for "cp", "ep", selective checkpointing and scopes with transformers' model, and for `compile`.
-    ValueError where the model's cp or experts are of other ranks, `moe_mesh` has other dimensions or another order of
-    ranks than said, or "ep_shard" does not divide dim 1.
+    async_tensor_parallel: whether ranks of "tp" send rows while they compute, see `parallel.tensor.compiled`.
+    Order: weights over "tp" and experts over "ep" (the model was loaded so), checkpointing, compilation, FSDP2: gate
+    parameters (always fp32), experts that ranks share, weights that ranks split with the norms between them, vision
+    blocks, vision tower, decoder layers, MTP head, root; context parallelism goes on inside forward.
+    NotImplementedError for a mesh with other dimensions of more than one rank, for "cp", "tp", "ep", selective
+    checkpointing and scopes with transformers' model, and for `compile`.
+    ValueError where the model's cp, tp or experts are of other ranks, `moe_mesh` has other dimensions or another order
+    of ranks than said, or a weight that ranks split or share cannot be sharded evenly.
     """
     own = isinstance(model, Qwen3_5)
     if compile:
@@ -50,26 +55,34 @@ def parallelize_qwen3_5(
             "distributed.enable_compile=True is not supported: a layer is compiled for one pack's plan, and would be"
             " compiled again for every step's; what compilation fuses, the operators of this package do already"
         )
-    _check_dimensions(mesh, model.cp if own else None)
+    _check_dimensions(mesh, model.cp if own else None, model.tp if own else None)
     _check_experts(model, mesh, moe_mesh)
     _checkpoint_activations(model, activation_checkpointing, activation_checkpointing_scope)
     gates = hold_gates(model)
     mp_policy = mp_policy or MixedPrecisionPolicy()
-    options = {"mesh": _shard_mesh(mesh), **_given(reshard_after_forward=reshard_after_forward)}
+    options = {"mesh": _flat(mesh, "dp", "cp", "tp"), **_given(reshard_after_forward=reshard_after_forward)}
     if {mp_policy.param_dtype, *(p.dtype for p in model.parameters())} - {None, torch.float32}:
         for gate in gates:
             fully_shard(gate, **options)
     # between units layers decide about dtypes, and statistics stay float32
     options["mp_policy"] = dataclasses.replace(mp_policy, output_dtype=None)
+    if own and not model.pp.is_last:
+        mp_policy = options["mp_policy"]  # its outputs are another stage's inputs
     for experts in _shared_experts(model):
         own_reshard = _given(reshard_after_forward=experts_reshard_after_forward)
         _shard_experts(experts, moe_mesh, **options | own_reshard)
+    for module, between in _split_modules(model):
+        module.asynchronous = async_tensor_parallel
+        for norm in between:
+            fully_shard(norm, **options)
+        _shard_split(module, options["mesh"], **options | {"mesh": _flat(mesh, "dp", "cp")})
     for unit in fsdp_units(model):
         fully_shard(unit, **options | ({"mp_policy": mp_policy} if unit is model else {}))
     if own:
         register_fsdp_forward_method(model, "logits")
+        model.compute_dtype = mp_policy.param_dtype or model.compute_dtype
         logits = model.logits
-        model.logits = lambda batch, rows=None: logits(OnHost(batch), rows=rows)
+        model.logits = lambda batch, rows=None, *stage: logits(batch if stage else OnHost(batch), rows, *stage)
     return model
 
 
@@ -91,7 +104,8 @@ def _checkpoint_activations(model, value, scope):
         if value:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         return
-    frozen = not any(p.requires_grad for p in model.model.visual.parameters())
+    visual = model.model.visual
+    frozen = visual is None or not any(p.requires_grad for p in visual.parameters())
     if frozen and scope == "vision":
         value = False
     model.recompute(value, "language" if frozen and scope == "all" else scope)
@@ -112,20 +126,53 @@ def _shard_experts(experts, moe_mesh, *, mesh, mp_policy, **options):
     experts.set_force_sum_reduction_for_comms(moe_mesh["ep_shard"].size() > 1)
 
 
+def _split_modules(model):
+    """(module whose weights ranks of tp split, the whole norms inside) of every layer."""
+    for layer in [m for m in model.modules() if isinstance(m, DecoderLayer)] if isinstance(model, Qwen3_5) else ():
+        if hasattr(layer, "self_attn") and is_split(layer.self_attn, "self_attn"):
+            yield layer.self_attn, (layer.self_attn.q_norm, layer.self_attn.k_norm)
+        if isinstance(layer.mlp, MLP) and is_split(layer.mlp, "mlp"):
+            yield layer.mlp, ()
+
+
+def _shard_split(module, every, *, mesh, **options):
+    """Makes a module whose weights ranks of tp split a unit over `mesh`, the others; `every` is that of all ranks."""
+    dims = {}
+    for name, weight in module.named_parameters():
+        if isinstance(weight, DTensor) and weight.to_local().shape[0] % mesh.size():
+            # what FSDP2 made of uneven rows of a part would not be rows of the whole
+            if weight.placements[0].is_shard(0) and weight.shape[1] % mesh.size() == 0:
+                dims[weight] = Shard(1)
+            elif weight.placements[0].is_shard(0):
+                raise ValueError(
+                    f"parallelize_qwen3_5: a rank of tp has {weight.to_local().shape[0]} x {weight.shape[1]} of"
+                    f" {name}, {mesh.size()} ranks divide neither"
+                )
+    fully_shard(module, mesh=mesh, shard_placement_fn=dims.get, **options)
+    module.set_gradient_divide_factor(float(every.size()))
+    # as for experts
+    module.set_force_sum_reduction_for_comms(mesh.size() > 1)
+
+
 def _shared_experts(model):
     return [m for m in model.modules() if isinstance(m, Experts) and m.ep.group is not None]
 
 
-def _check_dimensions(mesh, cp):
-    sizes = _sizes(mesh)
+def _check_dimensions(mesh, cp, tp):
+    """cp and tp are None for a model that cannot take them."""
+    sizes, own = _sizes(mesh), tp is not None
+    known = {"dp": True, "cp": cp is not None, "tp": own}
     for name, size in sizes.items():
-        if size > 1 and name != "dp" and (name != "cp" or cp is None):
+        if size > 1 and not known.get(name):
             raise NotImplementedError(f"distributed.{name}_size={size} is not supported for this model; only 1 is")
-    ranks = 1 if cp is None else cp.ranks
-    if ranks != sizes.get("cp", 1):
-        raise ValueError(f"parallelize_qwen3_5: the model was loaded over {ranks} ranks of cp, the mesh has {sizes}")
-    if ranks > 1:
-        _check_group("cp", cp.group, mesh["cp"])
+    for name, of in (("cp", cp), ("tp", tp)):
+        ranks = 1 if of is None else of.ranks
+        if ranks != sizes.get(name, 1):
+            raise ValueError(
+                f"parallelize_qwen3_5: the model was loaded over {ranks} ranks of {name}, the mesh has {sizes}"
+            )
+        if ranks > 1:
+            _check_group(name, of.group, mesh[name])
 
 
 def _check_experts(model, mesh, moe_mesh):
@@ -169,15 +216,16 @@ def _sizes(mesh):
     return dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
 
 
-def _shard_mesh(mesh):
-    """One dimension over all ranks that hold shards."""
-    if _sizes(mesh).get("cp", 1) == 1:
-        return mesh["dp"]
-    return mesh["dp", "cp"]._flatten("dp_shard_cp")
+def _flat(mesh, *names):
+    """One dimension over the ranks of those of the dimensions that have more than one, "dp" in any case."""
+    sizes = _sizes(mesh)
+    names = tuple(name for name in names if name == "dp" or sizes.get(name, 1) > 1)
+    return mesh["dp"] if len(names) == 1 else mesh[names]._flatten("_".join(("dp_shard", *names[1:])))
 
 
 def fsdp_units(model):
     """The modules that are gathered and reduced as one, inner ones first."""
     visual, language = model.model.visual, model.model.language_model
+    towers = [] if visual is None else [*visual.blocks, visual]
     heads = [head for head in (getattr(model, "mtp", None), model) if head is not None]
-    return [*visual.blocks, visual, *language.layers, *heads]
+    return [*towers, *language.layers, *heads]

@@ -10,13 +10,14 @@ _SUMSQ_PARTS = 1024  # AM_SUMSQ_PARTS of csrc/adam/clip.h
 
 
 @torch.no_grad()
-def clip_grad_norm_(parameters, max_norm):
+def clip_grad_norm_(parameters, max_norm, *, group=None):
     """Scale all gradients by max_norm / norm where their 2-norm exceeds `max_norm`; return the norm.
 
     parameters: a tensor or an iterable of tensors, plain or DTensor; gradients float32 or bfloat16, dense; a tensor
     that comes twice counts once. Returns the norm before clipping: float32 [] on the gradients' device, the same bits
     on every rank. A DTensor's shards are summed over its mesh, replicated gradients count once, a parameter without a
     gradient or without elements adds 0; every rank must pass the same parameters, and issues the same collectives.
+    group: a process group whose ranks each hold other parameters, which it is the norm of all of; they all call it.
 
     Up to `max_norm` no gradient changes by a bit; nor when the norm is inf or NaN. Squares are summed in float64, where
     those of float32 cannot overflow. Errors: ValueError (max_norm below 0, gradients with gaps), TypeError (a dtype).
@@ -25,12 +26,14 @@ def clip_grad_norm_(parameters, max_norm):
     max_norm = float(max_norm)
     if not max_norm >= 0:
         raise ValueError(f"clip_grad_norm_: max_norm is {max_norm}, at least 0 is needed")
-    if not params:
+    if not params and group is None:
         return torch.zeros(())
-    device = next((p.grad.device for p in params if p.grad is not None), params[0].device)
+    device = next((p.grad.device for p in params if p.grad is not None), params[0].device if params else "cpu")
     total = torch.zeros(1, dtype=torch.float64, device=device)
     for sharding, members in _by_sharding(params).items():
         total += _sum_of_squares(members, sharding).to(device)
+    if group is not None:
+        torch.distributed.all_reduce(total, group=group)
     exact = total.sqrt()[0]
     norm = exact.float()
     factor = torch.where(norm.isfinite() & (exact > max_norm), max_norm / exact, 1.0)

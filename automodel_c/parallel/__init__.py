@@ -10,14 +10,18 @@ from automodel_c.parallel.frame_shard import shard_vision
 from automodel_c.parallel.fsdp_hooks import install_comm_hooks
 from automodel_c.parallel.gdn import gated_delta_rule
 from automodel_c.parallel.grad_reduction import grad_reduction_from_config, set_grad_reduction, sum_gradients
+from automodel_c.parallel.pipeline import PipelineParallel
 from automodel_c.parallel.plan import ContextPlan, Prices
 from automodel_c.parallel.recompute import checkpoint_context_fn
+from automodel_c.parallel.tensor import TensorParallel
 
 __all__ = [
     "ContextParallel",
     "ContextPlan",
+    "PipelineParallel",
     "Prices",
     "RankFailure",
+    "TensorParallel",
     "attention",
     "causal_conv1d",
     "checkpoint_context_fn",

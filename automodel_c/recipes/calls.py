@@ -13,6 +13,8 @@ from automodel_c import ops
 from ..data.collate import as_images, collate, collate_packed
 from ..data.encode import IGNORE_INDEX
 from ..models import qwen3_5
+from ..models.qwen3_5.pipeline import Answers
+from ..parallel.pipeline import Pipeline
 
 
 @dataclass
@@ -58,11 +60,19 @@ class OwnCalls:
         return Losses(total, metrics["lm_loss"], aux, metrics["mtp_loss"] if model.mtp is not None else None)
 
     @staticmethod
-    def answers(model, batch, device):
-        """Where there is a label: (logits [n, V], labels [n], the document that each is of [n])."""
-        rows = (batch["labels"] != IGNORE_INDEX).nonzero().flatten()
+    def answers(model, batch, runtime):
+        """Where there is a label: (logits [n, V], labels [n], the document that each is of [n]); of a pipeline on the
+        ranks of the last stage alone, None on others."""
+        device, rows = runtime.device, (batch["labels"] != IGNORE_INDEX).nonzero().flatten()
         document = torch.bucketize(rows, batch["cu_seqlens"][1:].long(), right=True)
-        logits = model.logits(batch, rows=rows)
+        if runtime.pp.stages > 1:
+            stages = Answers(model, batch, rows)
+            Pipeline(runtime.pp, runtime.channels, stages, device).forward(0)
+            logits = stages.logits
+            if logits is None:
+                return None
+        else:
+            logits = model.logits(batch, rows=rows)
         return logits, batch["labels"][rows].to(device), document.to(device)
 
 
@@ -95,7 +105,8 @@ class TransformersCalls:
         return Losses(lm + text.router_aux_loss_coef * aux, lm.detach(), aux.detach())
 
     @staticmethod
-    def answers(model, batch, device):
+    def answers(model, batch, runtime):
+        device = runtime.device
         logits, labels = model(**model_inputs(batch, device, model.config), use_cache=False).logits, batch["labels"]
         rows, places = (labels != IGNORE_INDEX).nonzero(as_tuple=True)
         return logits[rows, places], labels[rows, places].to(device), rows.to(device)

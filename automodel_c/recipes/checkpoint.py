@@ -182,13 +182,16 @@ def load_checkpoint(folder, model, optimizer, runtime, *, data):
     reader = dcp.FileSystemReader(folder)
     saved = reader.read_metadata().state_dict_metadata
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state, "progress": _progress(0, data)}
+    # settings stay what they are, and what they name of parameters may be another stage's of a pipeline
+    state = {"model": model_state, "optimizer": {"state": optimizer_state["state"]}, "progress": _progress(0, data)}
     rank = str(runtime.rank)
     if any(key.startswith(f"rng.{rank}.") for key in saved):
         state["rng"] = {rank: rng_state(runtime.device)}
     _read(state, reader, folder)
     settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=optimizer_state | state["optimizer"]
+    )
     for group, now in zip(optimizer.param_groups, settings, strict=True):
         group.update(now)
     if "rng" in state:

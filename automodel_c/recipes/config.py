@@ -31,6 +31,9 @@ _LEAST = {
             "checkpoint.max_recent_checkpoints",
             "distributed.dp_size",
             "distributed.cp_size",
+            "distributed.tp_size",
+            "distributed.pp_size",
+            "pipeline.stages_per_rank",
             "distributed.ep_size",
             "lr_scheduler.lr_decay_steps",
             "lr_scheduler.wd_incr_steps",
@@ -236,6 +239,8 @@ def _check_choices(recipe):
             f" found {recipe.model.operators!r}"
         )
     _check_operators(recipe)
+    _check_tensor_parallel(recipe.distributed)
+    _check_schedule(recipe.pipeline)
     _check_frame_sharding(recipe)
     if len(recipe.optimizer.betas) != 2:
         raise RecipeError(f"optimizer.betas: expected two numbers, found {recipe.optimizer.betas!r}")
@@ -254,6 +259,8 @@ def _check_operators(recipe):
     ours = {
         f"distributed.cp_size={recipe.distributed.cp_size}": (recipe.distributed.cp_size or 1) > 1,
         f"distributed.ep_size={recipe.distributed.ep_size}": (recipe.distributed.ep_size or 1) > 1,
+        f"distributed.tp_size={recipe.distributed.tp_size}": (recipe.distributed.tp_size or 1) > 1,
+        f"distributed.pp_size={recipe.distributed.pp_size}": (recipe.distributed.pp_size or 1) > 1,
         frames: recipe.distributed.multimodal.vision.frame_sharding.enabled,
     }
     packs = {
@@ -264,6 +271,25 @@ def _check_operators(recipe):
         for key, needs in keys.items():
             if needs and recipe.model.operators not in operators:
                 raise RecipeError(f"{key} needs model.operators: {' or '.join(operators)}")
+
+
+def _check_schedule(section):
+    from automodel_c.parallel.pipeline_order import stages_per_rank
+
+    try:
+        stages_per_rank(section.pp_schedule, section.stages_per_rank)
+    except ValueError as error:
+        raise RecipeError(str(error)) from None
+
+
+def _check_tensor_parallel(section):
+    if section.enable_async_tensor_parallel and (section.tp_size or 1) == 1:
+        raise RecipeError("distributed.enable_async_tensor_parallel needs distributed.tp_size above 1")
+    if (section.tp_size or 1) > 1 and section.sequence_parallel is False:
+        raise RecipeError(
+            f"distributed.sequence_parallel=false with distributed.tp_size={section.tp_size}: rows are always divided"
+            " between split weights, which sends as many bytes and holds fewer; leave it out or say true"
+        )
 
 
 def _check_frame_sharding(recipe):

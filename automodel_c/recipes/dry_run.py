@@ -5,6 +5,7 @@ built, by the code that a run is built by: mesh, model, shards and optimizer on 
 sends nothing. What it then holds must be what was worked out.
 """
 
+import math
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,13 +20,13 @@ from ..models import build as models
 from ..models import qwen3_5
 from ..models.gates import published_name
 from ..models.qwen3_5.experts import Experts
-from ..parallel import ContextParallel, ContextPlan
+from ..models.qwen3_5.layers import MLP
+from ..parallel import ContextPlan
 from ..parallel.fsdp_units import frees, gathered, units
 from ..parallel.plan import make_pack
 from . import parts
-from .config import frame_sharding
-from .finetune_vlm import shard
-from .runtime import mesh_shape, runtime_over
+from .finetune_vlm import shard, shared
+from .runtime import mesh_shape, runtime_over, stages_on
 from .schedule import LrSchedule
 from .targets import resolve
 
@@ -51,11 +52,12 @@ class Bytes:
 
 @dataclass
 class DryRun:
-    """parameters: of the whole model. shape: (dp, cp, ep). ranks: for every rank {part: Bytes}, the same object where
-    ranks are alike; kinds: how many objects. largest: (name, bytes) of the unit that is largest when gathered. at_once:
-    bytes of the weights that are gathered at the same time, at most. whole_gradients: of gradients that a step of
-    several microbatches holds unsharded, where it defers their reduction. plan: ContextPlan of a full pack as one
-    document, None on one rank of cp. reads: bytes of the files that each built rank would read, of `files`."""
+    """parameters: of the whole model. shape: (dp, cp, tp, pp, ep). ranks: for every rank {part: Bytes}, the same
+    object where ranks are alike; kinds: how many objects. largest: (name, bytes) of the unit that is largest when
+    gathered. at_once: bytes of the weights that are gathered at the same time, at most. whole_gradients: of gradients
+    that a step of several microbatches holds unsharded, where it defers their reduction. plan: ContextPlan of a full
+    pack as one document, None on one rank of cp. reads: bytes of the files that each built rank would read, of
+    `files`."""
 
     parameters: int
     shape: tuple
@@ -73,12 +75,13 @@ class DryRun:
 
     def describe(self):
         """For people, some lines."""
-        dp, cp, ep = self.shape
+        dp, cp, tp, pp, ep = self.shape
         world, heaviest = len(self.ranks), max(range(len(self.ranks)), key=lambda r: self._held(r))
         shown, least = self.ranks[heaviest], min(self._held(r) for r in range(world))
         over = f", experts over {ep}" if ep > 1 else ""
+        shape = f"dp {dp} x cp {cp}" + "".join(f" x {name} {n}" for name, n in (("tp", tp), ("pp", pp)) if n > 1)
         yield (
-            f"recipe is fine: {self.parameters:,} parameters on {_count(world, 'rank')} (dp {dp} x cp {cp}){over},"
+            f"recipe is fine: {self.parameters:,} parameters on {_count(world, 'rank')} ({shape}){over},"
             f" {_count(self.microbatches, 'microbatch', 'es')} a step; built {_count(self.kinds, 'kind')} of ranks in"
             f" {self.seconds:.1f} s"
         )
@@ -128,35 +131,24 @@ def dry_run(recipe, world):
     UsageError, ValueError and NotImplementedError as a run of so many ranks would raise them.
     """
     began = time.perf_counter()
-    dp, cp = mesh_shape(recipe.distributed, world)
+    shape = dp, cp, _, _ = mesh_shape(recipe.distributed, world)
     ep, steps = recipe.distributed.ep_size or 1, recipe.step_scheduler
     check_batch_sizes(steps.global_batch_size, steps.local_batch_size, dp)
     LrSchedule(recipe.lr_scheduler, recipe.optimizer.lr, steps.max_steps or 1, recipe.optimizer.weight_decay)
     if recipe.model.operators != "automodel_c":
         raise ValueError(f"--world needs model.operators: automodel_c, found {recipe.model.operators!r}")
-    source, kinds, reads = source_of(recipe), {}, []
-    for rank in range(world):
-        if not kinds:
-            built = _built(recipe, source, (dp, cp), ep, rank)
-            placed = _placed(built.model)
-        key = tuple(_local_numel(*where, rank) for where in placed)
-        if key in kinds:
-            continue
-        if rank:
-            built = _built(recipe, source, (dp, cp), ep, rank)
-        found = tuple(p.to_local().numel() for p in built.model.parameters())
-        if found != key:
-            raise RuntimeError(f"rank {rank} of {world} holds other shards than were worked out")
-        kinds[key] = built
-        reads += [] if built.reads is None else [built.reads]
-    ranks = [kinds[tuple(_local_numel(*where, rank) for where in placed)].parts for rank in range(world)]
-    largest, at_once, whole = built.units
+    kinds = _Kinds(recipe, source_of(recipe), shape, ep)
+    ranks = [kinds.of(rank).parts for rank in range(world)]
+    built, stages = kinds.all(), kinds.stages()
+    reads = [of.reads for of in built if of.reads is not None]
+    largest, at_once, whole = _worst(of.units for of in stages)
+    built = built[0]
     text, microbatches = built.model.config.text, steps.global_batch_size // (steps.local_batch_size * dp)
     return DryRun(
-        parameters=sum(p.numel() for p in built.model.parameters()),
-        shape=(dp, cp, ep),
+        parameters=sum(p.numel() for of in stages for p in of.model.parameters()),
+        shape=(*shape, ep),
         ranks=ranks,
-        kinds=len(kinds),
+        kinds=len(kinds.all()),
         largest=largest,
         at_once=at_once,
         whole_gradients=whole if microbatches > 1 and recipe.distributed.defer_fsdp_grad_sync else 0,
@@ -169,6 +161,45 @@ def dry_run(recipe, world):
     )
 
 
+class _Kinds:
+    """One rank of each kind, built when it is first met. Ranks of one stage of a pipeline have the same weights, of
+    which they hold parts that may differ in size."""
+
+    def __init__(self, recipe, source, shape, ep):
+        self.recipe, self.source, self.shape, self.ep = recipe, source, shape, ep
+        self.world, self.each = math.prod(shape), math.prod(shape[:3])
+        self._placed, self._kinds = {}, {}
+
+    def of(self, rank):
+        stage, built = rank // self.each, None
+        if stage not in self._placed:
+            built = self._build(rank)
+            self._placed[stage] = _placed(built.model)
+        key = stage, tuple(_local_numel(*where, rank) for where in self._placed[stage])
+        if key not in self._kinds:
+            built = built or self._build(rank)
+            if tuple(p.to_local().numel() for p in built.model.parameters()) != key[1]:
+                raise RuntimeError(f"rank {rank} of {self.world} holds other shards than were worked out")
+            self._kinds[key] = built
+        return self._kinds[key]
+
+    def all(self):
+        return list(self._kinds.values())
+
+    def stages(self):
+        """One of each stage."""
+        return list({stage: built for (stage, _), built in self._kinds.items()}.values())
+
+    def _build(self, rank):
+        return _built(self.recipe, self.source, self.shape, self.ep, rank)
+
+
+def _worst(units):
+    """Of `_units` of every stage the largest of each."""
+    largest, at_once, whole = zip(*units, strict=True)
+    return max(largest, key=lambda of: of[1]), max(at_once), max(whole)
+
+
 @dataclass
 class _Built:
     model: torch.nn.Module
@@ -178,32 +209,28 @@ class _Built:
 
 
 @contextmanager
-def _pretended(shape, ep, rank):
+def _pretended(shape, ep, rank, chunks):
     """A Runtime of one rank of a process group in which nothing is sent."""
     from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend "fake"
 
-    dist.init_process_group("fake", rank=rank, world_size=shape[0] * shape[1], store=dist.HashStore())
+    dist.init_process_group("fake", rank=rank, world_size=math.prod(shape), store=dist.HashStore())
     try:
-        yield runtime_over(shape, torch.device("cpu"), ep)
+        yield runtime_over(shape, torch.device("cpu"), ep, chunks)
     finally:
         dist.destroy_process_group()
 
 
 def _built(recipe, source, shape, ep, rank):
     folder, config = source
-    with _pretended(shape, ep, rank) as runtime:
-        model = models.own(
-            folder, config, recipe.model,
-            cp=ContextParallel(runtime.mesh.get_group("cp")), frame_sharding=frame_sharding(recipe.distributed),
-            ep_group=runtime.ep_group,
-        )  # fmt: skip
+    with _pretended(shape, ep, rank, stages_on(recipe.pipeline)) as runtime:
+        model = models.own(folder, config, recipe.model, **shared(recipe, runtime))
         model = shard(recipe, model, runtime)
         optimizer = parts.build_optimizer([p for p in model.parameters() if p.requires_grad], recipe.optimizer)
         optimizer.make_state()
         reads = None
         if folder is not None:
             files = qwen3_5.Files(folder)
-            files.fill(model)
+            files.fill(model, qwen3_5.whole_on_meta(model))
             reads = files.bytes_read
         return _Built(
             model, _bytes(model, optimizer), _units(model, recipe.distributed.reshard_after_forward is None), reads
@@ -253,9 +280,9 @@ def _units(model, root_stays):
     found = list(_gathered_units(model))
     name, _, largest = max(found, key=lambda of: of[2])
     stays = [(unit is model and root_stays) or not frees(unit) for _, unit, _ in found]
-    # those that stay, and of the rest a layer with its experts and the one that is gathered ahead
+    # those that stay, and of the rest a layer with a unit inside and those that are gathered ahead
     passing = sorted((size for (*_, size), stay in zip(found, stays, strict=True) if not stay), reverse=True)
-    nested = 4 if any(isinstance(unit, Experts) for _, unit, _ in found) else 2
+    nested = 4 if any(isinstance(unit, Experts | MLP) for _, unit, _ in found) else 2
     at_once = sum(size for (*_, size), stay in zip(found, stays, strict=True) if stay) + sum(passing[:nested])
     whole = sum(4 * gathered(unit)[2] for _, unit, _ in found)
     return (name or "embedding, head and final norm", largest), at_once, whole

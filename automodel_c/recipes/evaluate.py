@@ -58,7 +58,7 @@ def evaluate(model, dataset, processor, *, batch_size, runtime):
             start = first + batch_size * runtime.dp_rank
             indices = range(start, min(start + batch_size, len(dataset)))
             samples = [dataset[i] for i in indices or [0]]
-            answers = calls.answers(model, calls.collate(samples, processor), runtime.device)
+            answers = calls.answers(model, calls.collate(samples, processor), runtime)
             if indices and runtime.speaks:
                 right, asked, loss = _score(*answers, len(samples))
                 kinds = torch.nn.functional.one_hot(_kinds(samples), len(KINDS)).to(counts)

@@ -15,10 +15,12 @@ def export(recipe, folder):
     `recipe`, to `folder`.
 
     recipe: schema.Recipe. Any number of ranks may have written the checkpoint, any number may read it, whatever the
-    recipe says of dp, cp and ep; rank 0 writes.
+    recipe says of dp, cp, tp, pp and ep; rank 0 writes.
     ValueError when restore_from is no whole checkpoint, or not one of this recipe's model.
     """
-    recipe.distributed.dp_size, recipe.distributed.cp_size, recipe.distributed.ep_size = None, 1, 1
+    section = recipe.distributed
+    section.dp_size = None
+    section.cp_size = section.tp_size = section.pp_size = section.ep_size = 1
     with start_ranks(recipe) as runtime:
         seed_model(recipe)
         model, processor = build_model(

@@ -18,7 +18,7 @@ from ..models import qwen3_5
 from ..models.build import as_dtype, build_model, freeze, materialise
 from ..models.export import export_hf
 from ..models.parallelize import parallelize_qwen3_5
-from ..parallel import ContextParallel
+from ..parallel import ContextParallel, TensorParallel
 from . import parts
 from .calls import calls_of
 from .checkpoint import Checkpoints, checkpoints_of, load_checkpoint, step_folder
@@ -123,13 +123,11 @@ def build(recipe, runtime):
         recipe.processor,
         resolve("model", recipe.model._target_),
         resolve("processor", recipe.processor._target_),
-        cp=ContextParallel(runtime.mesh.get_group("cp")),
-        frame_sharding=frame_sharding(recipe.distributed),
-        ep_group=runtime.ep_group,
+        **shared(recipe, runtime),
     )
     dataset, held_out = _build_data(recipe, processor, runtime)
     model = shard(recipe, model, runtime)
-    if not any(p.requires_grad for p in model.parameters()):
+    if runtime.pp.stages == 1 and not any(p.requires_grad for p in model.parameters()):
         raise ValueError("freeze_config freezes every parameter")
     section = recipe.checkpoint
     folder = checkpoints_of(recipe)
@@ -151,6 +149,19 @@ def build(recipe, runtime):
         recipe, runtime, model, processor, optimizer, schedule, dataset, held_out, sampler, Path(recipe.output_dir),
         checkpoints, [] if restored else _reads(model, runtime),
     )  # fmt: skip
+
+
+def shared(recipe, runtime):
+    """What qwen3_5.load is told of the ranks that share a model."""
+    section = recipe.distributed
+    return {
+        "cp": ContextParallel(runtime.mesh.get_group("cp")),
+        "frame_sharding": frame_sharding(section),
+        "ep_group": runtime.ep_group,
+        "tp": TensorParallel(runtime.tp_mesh),
+        "tp_plan": section.tp_plan,
+        "pp": runtime.pp,
+    }
 
 
 def _reads(model, runtime):
@@ -175,7 +186,13 @@ def data_order(recipe, samples):
 def describe(run):
     """One line about what is going to be trained."""
     parameters, runtime = sum(p.numel() for p in run.model.parameters()), run.runtime
-    shape = "" if runtime.cp_size == 1 else f" (dp {runtime.dp_size} x cp {runtime.cp_size})"
+    if runtime.pp_group is not None:
+        held = torch.tensor(parameters, device=runtime.device)
+        dist.all_reduce(held, group=runtime.pp_group)
+        parameters = int(held)
+    sizes = (("cp", runtime.cp_size), ("tp", runtime.tp_size), ("pp", runtime.pp.ranks))
+    sizes = [f"{name} {n}" for name, n in sizes if n > 1]
+    shape = f" ({' x '.join([f'dp {runtime.dp_size}', *sizes])})" if sizes else ""
     shape += "" if runtime.ep_size == 1 else f", experts over {runtime.ep_size}"
     reads = ""
     if run.reads:
@@ -216,6 +233,7 @@ def shard(recipe, model, runtime):
         activation_checkpointing=section.activation_checkpointing,
         activation_checkpointing_scope=section.activation_checkpointing_scope or "all",
         compile=section.enable_compile,
+        async_tensor_parallel=section.enable_async_tensor_parallel,
     )
     parts.install_reduction(model, runtime.device)
     return model

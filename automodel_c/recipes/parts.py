@@ -15,9 +15,10 @@ def build_optimizer(parameters, section):
     )
 
 
-def clip_gradients(parameters, max_norm):
-    """Clips the global gradient norm to max_norm (None: measures only) and returns it, float32 []."""
-    return clip_grad_norm_(parameters, float("inf") if max_norm is None else max_norm)
+def clip_gradients(parameters, max_norm, group=None):
+    """Clips the global gradient norm to max_norm (None: measures only) and returns it, float32 []. group: ranks that
+    hold other parameters of the same model."""
+    return clip_grad_norm_(parameters, float("inf") if max_norm is None else max_norm, group=group)
 
 
 def install_reduction(model, device):

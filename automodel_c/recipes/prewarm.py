@@ -47,6 +47,9 @@ def _comm_groups(runtime):
         for name in () if mesh is None else mesh.mesh_dim_names:
             if mesh[name].size() > 1:
                 dist.all_reduce(torch.ones(1, device=runtime.device), group=mesh.get_group(name))
+    if runtime.pp_group is not None:
+        dist.all_reduce(torch.ones(1, device=runtime.device), group=runtime.pp_group)
+        runtime.channels.open(runtime.device)
     return True
 
 

@@ -4,13 +4,16 @@ import os
 import random
 import warnings
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ..parallel.pipeline import Channels, PipelineParallel
+from ..parallel.pipeline_order import stages_per_rank
 
 
 class UsageError(Exception):
@@ -19,9 +22,11 @@ class UsageError(Exception):
 
 @dataclass
 class Runtime:
-    """Where this process stands. mesh has the dimensions "dp" and "cp": neighbours in "cp" share every microbatch, and
-    what they make of it are parts that add up to it. moe_mesh, None where every rank holds all experts, has the
-    dimensions "ep_shard" and "ep" over the same ranks: neighbours in "ep" share the experts of every layer."""
+    """Where this process stands. mesh has the dimensions "dp" and "cp", and "tp" where there is more than one:
+    neighbours in "cp" and "tp" share every microbatch, and what they make of it are parts that add up to it.
+    moe_mesh, None where every rank holds all experts, has the dimensions "ep_shard" and "ep" over the same ranks:
+    neighbours in "ep" share the experts of every layer. pp: which stages of a pipeline they all hold; channels lead to
+    the ranks of the others, pp_group has this rank's column."""
 
     rank: int
     world: int
@@ -32,6 +37,16 @@ class Runtime:
     cp_rank: int
     cp_size: int
     moe_mesh: DeviceMesh | None = None
+    tp_rank: int = 0
+    tp_size: int = 1
+    pp: PipelineParallel = field(default_factory=PipelineParallel)
+    pp_group: object = None
+    channels: Channels | None = None
+
+    @property
+    def tp_mesh(self):
+        """The ranks that share this one's split weights, None where it holds all."""
+        return self.mesh["tp"] if self.tp_size > 1 else None
 
     @property
     def ep_size(self):
@@ -48,8 +63,9 @@ class Runtime:
 
     @property
     def speaks(self):
-        """Whether this rank counts what its whole "cp" group sees: sums over all ranks then hold it once."""
-        return self.cp_rank == 0
+        """Whether this rank counts what all that share its microbatches see: sums over all ranks then hold it once.
+        Of a pipeline it is one that holds the last stage, for that has the logits."""
+        return self.cp_rank == self.tp_rank == 0 and self.pp.is_last
 
 
 @contextmanager
@@ -78,7 +94,7 @@ def start_ranks(recipe):
         with warnings.catch_warnings():
             # transformers' models return views that nobody writes to, which is all that FSDP2 warns about
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
-            yield runtime_over(shape, device, recipe.distributed.ep_size or 1)
+            yield runtime_over(shape, device, recipe.distributed.ep_size or 1, stages_on(recipe.pipeline))
     finally:
         dist.destroy_process_group()
 
@@ -100,30 +116,57 @@ def _started_shape(section, world):
         raise UsageError(f"{error}{'' if 'RANK' in os.environ else '; --nproc N starts N'}") from None
 
 
-def runtime_over(shape, device, ep=1):
-    """A Runtime of the process group that there is. shape: as of mesh_shape. ep: the ranks that share experts, a
-    divisor of all."""
-    mesh, moe_mesh, world = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "cp")), None, shape[0] * shape[1]
-    if ep > 1:
-        moe_mesh = init_device_mesh(device.type, (world // ep, ep), mesh_dim_names=("ep_shard", "ep"))
-    dp_rank, cp_rank = mesh.get_coordinate()
-    return Runtime(dist.get_rank(), world, device, mesh, dp_rank, shape[0], cp_rank, shape[1], moe_mesh)
+def runtime_over(shape, device, ep=1, chunks=1):
+    """A Runtime of the process group that there is. shape: as of mesh_shape; tp and pp may be left out. ep: the ranks
+    that share experts, a divisor of all but pp. chunks: stages of a pipeline on each rank."""
+    dp, cp, tp, pp = (*shape, 1, 1)[:4]
+    sizes, world = {"dp": dp, "cp": cp, **({"tp": tp} if tp > 1 else {})}, dp * cp * tp * pp
+    mesh, column = _mesh(device, pp, sizes)
+    moe_mesh = _mesh(device, pp, {"ep_shard": dp * cp * tp // ep, "ep": ep})[0] if ep > 1 else None
+    dp_rank, cp_rank, tp_rank = (*mesh.get_coordinate(), 0)[:3]
+    of_pipeline = {}
+    if pp > 1:
+        columns = torch.arange(world).view(pp, -1).T
+        of_pipeline = {
+            "pp": PipelineParallel(column.get_local_rank(), pp, chunks),
+            "pp_group": column.get_group(),
+            "channels": Channels(columns, chunks),
+        }
+    return Runtime(dist.get_rank(), world, device, mesh, dp_rank, dp, cp_rank, cp, moe_mesh, tp_rank, tp, **of_pipeline)
+
+
+def _mesh(device, pp, sizes):
+    """(mesh of the ranks that hold the same stages as this one, that of its column of a pipeline or None)."""
+    names = tuple(sizes)
+    if pp == 1:
+        return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=names), None
+    whole = init_device_mesh(device.type, (pp, *sizes.values()), mesh_dim_names=("pp", *names))
+    return whole[names], whole["pp"]
+
+
+def stages_on(section):
+    """Stages of a pipeline on each rank, by a schema.Pipeline section."""
+    return stages_per_rank(section.pp_schedule, section.stages_per_rank)
 
 
 def mesh_shape(section, world):
-    """(dp, cp) of `world` ranks by a schema.Distributed section. UsageError where they do not multiply to it, or where
-    ep_size does not divide it."""
-    ep = section.ep_size or 1
+    """(dp, cp, tp, pp) of `world` ranks by a schema.Distributed section. UsageError where they do not multiply to it,
+    or where ep_size does not divide those of a stage."""
+    ep, cp, tp, pp = (getattr(section, f"{name}_size") or 1 for name in ("ep", "cp", "tp", "pp"))
     if world % ep:
         raise UsageError(f"distributed.ep_size={ep}, but {world} ranks were started: no multiple of it")
-    cp = section.cp_size or 1
-    if world % cp:
-        raise UsageError(f"distributed.cp_size={cp}, but {world} ranks were started: no multiple of it")
-    dp = section.dp_size or world // cp
-    if dp * cp != world:
-        over = f" and distributed.cp_size={cp}" if cp > 1 else ""
+    over = " and ".join(f"distributed.{name}_size={n}" for name, n in (("cp", cp), ("tp", tp), ("pp", pp)) if n > 1)
+    if world % (cp * tp * pp):
+        raise UsageError(f"{over}, but {world} ranks were started: no multiple of it")
+    if world // pp % ep:
+        raise UsageError(
+            f"distributed.ep_size={ep} and distributed.pp_size={pp}, but {world} ranks were started, no multiple"
+        )
+    dp = section.dp_size or world // (cp * tp * pp)
+    if dp * cp * tp * pp != world:
+        over = f" and {over}" if over else ""
         raise UsageError(f"distributed.dp_size={dp}{over}, but {world} ranks were started")
-    return dp, cp
+    return dp, cp, tp, pp
 
 
 def seed_model(recipe):

@@ -142,8 +142,9 @@ class Multimodal:
 @dataclass
 class Pipeline:
     reduce_grad_per_microbatch: bool | None = None  # the inverse of distributed.defer_fsdp_grad_sync
-    pp_schedule: str | None = only(None)
-    pp_microbatch_size: int | None = only(None)
+    pp_schedule: str | None = None  # 1F1B (None) or Interleaved1F1B
+    stages_per_rank: int | None = None  # None: 1, with Interleaved1F1B 2
+    pp_microbatch_size: int | None = only(None)  # a microbatch is step_scheduler.local_batch_size samples
     scale_grads_in_schedule: bool = only(False)
     round_virtual_stages_to_pp_multiple: str | None = only(None)
     layers_per_stage: int | None = only(None)
@@ -167,13 +168,13 @@ class Moe:
 class Distributed:
     _target_: str | None = None  # accepted and unused, as upstream's parser does
     strategy: str = only("fsdp2")
-    dp_size: int | None = None  # None: the ranks that were started / cp_size
+    dp_size: int | None = None  # None: the ranks that were started / (cp_size * tp_size * pp_size)
     dp_replicate_size: int | None = only(None, 1)
-    tp_size: int | None = only(1, None)
+    tp_size: int | None = 1  # ranks that split heads and widths, and share every microbatch; None: 1
     cp_size: int | None = 1  # ranks that share every microbatch; None: 1
-    pp_size: int | None = only(1, None)
-    ep_size: int | None = 1  # ranks that share the experts of every layer, of all that were started; None: 1
-    sequence_parallel: bool = only(False)
+    pp_size: int | None = 1  # ranks over which the layers are laid, one behind another; None: 1
+    ep_size: int | None = 1  # ranks that share the experts of every layer, of all with the same layers; None: 1
+    sequence_parallel: bool | None = None  # with tp_size above 1 rows are always divided between split weights
     activation_checkpointing: bool | str = False  # false; true or "full"; "selective": some products are kept
     activation_checkpointing_scope: str | None = None  # all (None), language or vision; a frozen tower is never in it
     defer_fsdp_grad_sync: bool | None = None  # None: true, as upstream, unless pipeline says otherwise
@@ -184,10 +185,10 @@ class Distributed:
     pipeline: dict | None = only(None)
     moe: Moe = block(Moe)
     multimodal: Multimodal = block(Multimodal)
-    enable_async_tensor_parallel: bool = only(False)
+    enable_async_tensor_parallel: bool = False  # rows of split weights travel while these compute: compiled, on CUDA
     enable_compile: bool = False  # true is refused, with the reason
     enable_fsdp2_prefetch: bool = only(False)
-    tp_plan: Any = only(None)
+    tp_plan: dict | None = None  # {pattern: style} instead of the model's own, see models.qwen3_5.tensor.plan_of
     patch_is_packed_sequence: bool = only(False)
 
 

@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 
 from ..data.encode import IGNORE_INDEX
+from ..models.qwen3_5.pipeline import Stages
+from ..parallel.pipeline import Pipeline
 from . import parts
 from .calls import calls_of
 from .interrupt import NEVER, agreed
@@ -52,8 +54,10 @@ def accumulate_gradients(model, batches, labels, *, runtime, per_microbatch, fus
     Returns {"lm": .., "aux": .., "mtp": ..}, this rank's parts of the step's losses, fp32 scalars, unweighted; no key
     where the model has no such loss.
     """
-    losses = calls_of(model).losses
     share = 1.0 / (len(batches) * runtime.dp_size)
+    if runtime.pp.stages > 1:
+        return _through_stages(model, batches, max(labels, 1), share, runtime, per_microbatch)
+    losses = calls_of(model).losses
     sums = {}
     for index, batch in enumerate(batches):
         parts.set_grad_reduction(model, per_microbatch or index == len(batches) - 1)
@@ -65,6 +69,20 @@ def accumulate_gradients(model, batches, labels, *, runtime, per_microbatch, fus
                 sums[name] = sums.get(name, 0.0) + value.float()
         with span("backward"):
             found.total.backward()
+    return sums
+
+
+def _through_stages(model, batches, count, share, runtime, per_microbatch):
+    """`accumulate_gradients` of a model of which this rank holds some layers."""
+    model.aux_share = share
+    stages = Stages(model, [{**batch, "num_label_tokens": count} for batch in batches])
+    pipeline = Pipeline(runtime.pp, runtime.channels, stages, runtime.device)
+    pipeline.step(len(batches), lambda last: parts.set_grad_reduction(model, per_microbatch or last))
+    sums = {"lm": stages.losses["lm_loss"]}
+    if model.has_aux_loss:
+        sums["aux"] = stages.losses["aux_loss"] * share
+    if model.config.text.mtp_num_hidden_layers:
+        sums["mtp"] = stages.losses["mtp_loss"]
     return sums
 
 
@@ -83,8 +101,9 @@ def train_step(
     losses = torch.stack(list(sums.values()))  # the model decides which there are, so all ranks have the same
     losses = torch.cat([losses, interrupt.flags(losses)])
     dist.all_reduce(losses)
+    trained = [p for p in model.parameters() if p.requires_grad]
     with span("clip"):
-        grad_norm = parts.clip_gradients([p for p in model.parameters() if p.requires_grad], max_norm)
+        grad_norm = parts.clip_gradients(trained, max_norm, group=runtime.pp_group)
     numbers = losses.tolist()
     told, asked = dict(zip(sums, numbers, strict=False)), agreed(numbers[len(sums) :])
     result = StepResult(told["lm"], told.get("aux"), told.get("mtp"), float(grad_norm), labels, tokens, asked)

@@ -47,13 +47,14 @@ MODELS = {
     "dense": ("qwen3_5", 1, {"activation_checkpointing": True}, False),
     "frozen": ("qwen3_5_moe", 0, {"aux_loss": "transformers", "frame_sharding": SHARDED}, True),
 }
+MORE = {"key heads": ("qwen3_5", 1, {}, False, {"num_key_value_heads": 4})}  # and keys of the text's configuration
 
 
 @functools.cache
 def build(name, seed, group=None, **options):
-    """A model of MODELS with random weights, the same in every process."""
-    family, depths, more, frozen = MODELS[name]
-    mapping = models.config(family).to_dict()
+    """A model of MODELS or MORE with random weights, the same in every process."""
+    family, depths, more, frozen, *text = (MODELS | MORE)[name]
+    mapping = models.config(family, **(text[0] if text else {})).to_dict()
     mapping["text_config"] |= {"mtp_num_hidden_layers": depths, "router_aux_loss_coef": 0.5}
     torch.manual_seed(seed)
     cp = None if group is None else ContextParallel(groups(group))

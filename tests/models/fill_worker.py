@@ -7,14 +7,16 @@ from automodel_c.models import qwen3_5
 from automodel_c.models.export import full_state_dict
 from automodel_c.models.parallelize import parallelize_qwen3_5
 from automodel_c.models.qwen3_5.shards import Part
+from automodel_c.parallel import TensorParallel
 from automodel_c.parallel.fsdp_units import frees
 from automodel_c.recipes.runtime import runtime_over
 
 
-def on_meta(source, ep, **options):
+def on_meta(source, ep, tp=1, pp=1, **options):
     """A model of a directory or a configuration, sharded over all ranks, without memory."""
-    where = runtime_over((dist.get_world_size(), 1), torch.device("cpu"), ep)
-    model = qwen3_5.load(source, device="meta", dtype=torch.float32, ep_group=where.ep_group)
+    where = runtime_over((dist.get_world_size() // (tp * pp), 1, tp, pp), torch.device("cpu"), ep)
+    shared = {"ep_group": where.ep_group, "tp": TensorParallel(where.tp_mesh), "pp": where.pp}
+    model = qwen3_5.load(source, device="meta", dtype=torch.float32, **shared)
     parallelize_qwen3_5(model, where.mesh, moe_mesh=where.moe_mesh, **options)
     assert all(p.is_meta for p in model.parameters())
     return model
@@ -40,9 +42,9 @@ def resharded(source, ep, **options):
     return [frees(unit) for unit in (layer.mlp.experts, layer, model)]
 
 
-def filled(source, ep, seed=0):
+def filled(source, ep, tp=1, pp=1, seed=0):
     """(whole state on rank 0, bytes read, numbers held by this rank)."""
-    model = on_meta(source, ep)
+    model = on_meta(source, ep, tp, pp)
     torch.manual_seed(seed)
     qwen3_5.materialise(model)
     held = sum(Part.of(p).tensor.numel() for p in model.parameters())

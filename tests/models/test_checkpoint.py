@@ -49,6 +49,27 @@ def test_every_weight_is_the_files(tmp_path, family):
         assert torch.equal(value, theirs[key]), key
 
 
+def test_a_head_that_is_the_embedding(tmp_path):
+    """Its gradient is the sum of both; files that hold it twice are read too; transformers reads what is written."""
+    mapping = models.config("qwen3_5").to_dict()
+    torch.manual_seed(4)
+    tied = qwen3_5.load({**mapping, "tie_word_embeddings": True})
+    batch = packs.pack(packs.PACKS["image"])
+    assert tied.lm_head is None and "lm_head.weight" not in tied.state_dict()
+    untied = qwen3_5.load(mapping)
+    embedding = "model.language_model.embed_tokens.weight"
+    untied.load_state_dict({**tied.state_dict(), "lm_head.weight": tied.state_dict()[embedding]})
+    found, expected = packs.ours(tied, batch), packs.ours(untied, batch)
+    assert torch.equal(found["loss"], expected["loss"])
+    torch.testing.assert_close(found[embedding], expected[embedding] + expected["lm_head.weight"])
+    tied.save_pretrained(tmp_path / "tied")
+    assert json.loads((tmp_path / "tied" / "config.json").read_text())["tie_word_embeddings"] is True
+    theirs = AutoModelForImageTextToText.from_pretrained(tmp_path / "tied")
+    torch.testing.assert_close(packs.theirs(theirs, packs.PACKS["image"])["loss"], found["loss"])
+    rewrite(tmp_path / "tied", lambda tensors: tensors.update({"lm_head.weight": tensors[embedding].clone()}))
+    assert same(qwen3_5.load(tmp_path / "tied"), tied)
+
+
 @pytest.mark.parametrize("experts", [None, "split", "grouped"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_reads_what_is_written(tmp_path, family, experts):

@@ -35,21 +35,41 @@ def same(state, expected):
         assert torch.equal(state[key], value), key
 
 
-@pytest.mark.parametrize(("ranks", "ep", "experts"), [(2, 1, "split"), (2, 2, "grouped"), (4, 2, "split")])
-def test_each_rank_reads_its_own_part_alone(rank_pools, tmp_path, ranks, ep, experts):
+@pytest.mark.parametrize(
+    ("ranks", "ep", "tp", "pp", "experts"),
+    [
+        (2, 1, 1, 1, "split"),
+        (2, 2, 1, 1, "grouped"),
+        (4, 2, 1, 1, "split"),
+        (2, 1, 2, 1, "split"),
+        (4, 4, 2, 1, "grouped"),
+        (2, 1, 1, 2, "split"),
+        (4, 2, 1, 2, "split"),
+    ],
+)
+def test_each_rank_reads_its_own_part_alone(rank_pools, tmp_path, ranks, ep, tp, pp, experts):
     """All ranks together read each number once; none more than its shards."""
     expected = written(tmp_path, experts=experts)
-    found = rank_pools(ranks).run(worker.filled, str(tmp_path), ep)
+    found = rank_pools(ranks).run(worker.filled, str(tmp_path), ep, tp, pp)
     same(found[0][0], expected)
     assert [read for _, read, _ in found] == [4 * held for _, _, held in found]
     assert sum(read for _, read, _ in found) == sum(4 * p.numel() for p in expected.values())
 
 
-@pytest.mark.parametrize(("family", "ranks", "ep"), [("qwen3_5_moe", 4, 2), ("qwen3_5_moe", 4, 4), ("qwen3_5", 2, 1)])
-def test_drawn_weights_do_not_depend_on_ranks(rank_pools, family, ranks, ep):
+@pytest.mark.parametrize(
+    ("family", "ranks", "ep", "tp", "pp"),
+    [
+        ("qwen3_5_moe", 4, 2, 1, 1),
+        ("qwen3_5_moe", 4, 4, 1, 1),
+        ("qwen3_5", 2, 1, 1, 1),
+        ("qwen3_5", 4, 1, 2, 1),
+        ("qwen3_5_moe", 4, 2, 1, 2),
+    ],
+)
+def test_drawn_weights_do_not_depend_on_ranks(rank_pools, family, ranks, ep, tp, pp):
     torch.manual_seed(7)
     expected = qwen3_5.load(mapping(family)).state_dict()
-    found = rank_pools(ranks).run(worker.filled, mapping(family), ep, 7)
+    found = rank_pools(ranks).run(worker.filled, mapping(family), ep, tp, pp, 7)
     same(found[0][0], expected)
     assert all(read == 0 for _, read, _ in found)
 

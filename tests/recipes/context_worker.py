@@ -13,7 +13,8 @@ from automodel_c.recipes.calls import OwnCalls
 from automodel_c.recipes.config import load_recipe
 from automodel_c.recipes.evaluate import evaluate
 from automodel_c.recipes.finetune_vlm import _loader, build, describe, fit
-from automodel_c.recipes.runtime import mesh_shape, runtime_over
+from automodel_c.recipes.runtime import mesh_shape, runtime_over, stages_on
+from automodel_c.recipes.step import accumulate_gradients
 from tests.models.packs import well_conditioned
 from tests.recipes.step_worker import WAYS, _first_batches, _gradients
 
@@ -22,7 +23,9 @@ def started(recipe, overrides):
     """A Run over all ranks of the group."""
     recipe = load_recipe(recipe, overrides)
     shape = mesh_shape(recipe.distributed, dist.get_world_size())
-    return build(recipe, runtime_over(shape, torch.device("cpu"), recipe.distributed.ep_size or 1))
+    return build(
+        recipe, runtime_over(shape, torch.device("cpu"), recipe.distributed.ep_size or 1, stages_on(recipe.pipeline))
+    )
 
 
 def first_weights(recipe, overrides, folder):
@@ -46,8 +49,8 @@ def held(recipe, overrides):
     run, units = started(recipe, overrides), []
     for unit in fsdp_units.units(run.model):
         unit.register_forward_pre_hook(lambda module, _: units.append(_own_bytes(module)))
-    for _, batch in zip(range(run.sampler.microbatches), _loader(run), strict=False):
-        run.model(batch)[0].backward()
+    batches = [batch for _, batch in zip(range(run.sampler.microbatches), _loader(run), strict=False)]
+    accumulate_gradients(run.model, batches, 1, runtime=run.runtime, per_microbatch=True)
     run.optimizer.step()
     local = [(_nbytes(p), sum(map(_nbytes, run.optimizer.state[p].values())), p.grad) for p in run.model.parameters()]
     masters, moments = (sum(of[at] for of in local) for at in (0, 1))

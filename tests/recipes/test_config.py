@@ -176,10 +176,7 @@ def test_load_recipe_bad_file(tmp_path, text, message):
 @pytest.mark.parametrize(
     "key, value",
     [
-        ("distributed.tp_size", "2"),
-        ("distributed.pp_size", "4"),
         ("distributed.strategy", "megatron_fsdp"),
-        ("distributed.sequence_parallel", "true"),
         ("distributed.moe.lm_head_precision", "float32"),
         ("checkpoint.best_metric_key", "accuracy"),
         ("checkpoint.model_save_format", "torch_save"),

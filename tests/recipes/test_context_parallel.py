@@ -1,4 +1,4 @@
-"""The recipe over ranks that share every pack, or their experts: the same losses, weights and answers as one rank."""
+"""The recipe over ranks that share every pack, weights or experts: the same losses, weights and answers as one rank."""
 
 import json
 import time
@@ -54,13 +54,15 @@ LOADED = (
     "model._target_=NeMoAutoModelForImageTextToText.from_pretrained",
 )
 SEEDS = range(2)
-# ranks, how many seeds, then (cp, ep, last step) one after another, each from the checkpoint of the one before
+# ranks, how many seeds, then (cp, tp, pp, ep, last step) one after another, each from the one before
 LAYOUTS = {
-    "cp 2": (2, 2, [(2, 1, STEPS)]),
-    "dp 2 x cp 2": (4, 2, [(2, 1, STEPS)]),
-    "cp 2, then dp 2, then cp 2": (2, 1, [(2, 1, 1), (1, 1, 3), (2, 1, STEPS)]),
-    "cp 2 with ep 2": (2, 2, [(2, 2, STEPS)]),
-    "dp 2 with ep 2, then cp 2, then cp 2 with ep 2": (2, 1, [(1, 2, 1), (2, 1, 3), (2, 2, STEPS)]),
+    "cp 2": (2, 2, [(2, 1, 1, 1, STEPS)]),
+    "dp 2 x cp 2": (4, 2, [(2, 1, 1, 1, STEPS)]),
+    "cp 2, then dp 2, then cp 2": (2, 1, [(2, 1, 1, 1, 1), (1, 1, 1, 1, 3), (2, 1, 1, 1, STEPS)]),
+    "cp 2 with ep 2": (2, 2, [(2, 1, 1, 2, STEPS)]),
+    "dp 2 with ep 2, then cp 2, then cp 2 with ep 2": (2, 1, [(1, 1, 1, 2, 1), (2, 1, 1, 1, 3), (2, 1, 1, 2, STEPS)]),
+    "tp 2, then pp 2, then tp 2 with ep 2": (2, 1, [(1, 2, 1, 1, 1), (1, 1, 2, 1, 3), (1, 2, 1, 2, STEPS)]),
+    "tp 2 x pp 2": (4, 1, [(1, 2, 2, 1, STEPS)]),
 }
 
 
@@ -91,12 +93,14 @@ def runs(rank_pools, start, tmp_path_factory):
 
     def run(ranks, parts, seed):
         folder, restored = tmp_path_factory.mktemp("run"), []
-        for cp, ep, last in parts:
+        for cp, tp, pp, ep, last in parts:
             more = [f"distributed.cp_size={cp}", f"{FRAMES}.enabled={str(cp > 1).lower()}", f"output_dir={folder}"]
-            more += [f"distributed.ep_size={ep}"]
+            more += [f"distributed.ep_size={ep}", f"distributed.tp_size={tp}", f"distributed.pp_size={pp}"]
             overrides = [*start(seed), *more, *restored, f"step_scheduler.max_steps={last}"]
             said = rank_pools(ranks).run(worker.trained, CP2, overrides)
-            assert f"on {ranks} ranks" in said[0] and (f" (dp {ranks // cp} x cp {cp})" in said[0]) == (cp > 1)
+            sizes = [f" x {name} {n}" for name, n in (("cp", cp), ("tp", tp), ("pp", pp)) if n > 1]
+            shape = f" (dp {ranks // (cp * tp * pp)}{''.join(sizes)})" if sizes else ""
+            assert f"on {ranks} ranks{shape}" in said[0] and bool(sizes) == (" (dp" in said[0])
             assert (f", experts over {ep}" in said[0]) == (ep > 1)
             restored = [f"checkpoint.restore_from={folder}/checkpoints/step_{last}"]
         rows, held_out = (
@@ -110,7 +114,7 @@ def runs(rank_pools, start, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def one_rank(runs):
-    return [runs(1, [(1, 1, STEPS)], seed) for seed in SEEDS]
+    return [runs(1, [(1, 1, 1, 1, STEPS)], seed) for seed in SEEDS]
 
 
 @pytest.fixture(scope="module")
@@ -185,12 +189,23 @@ def one_ranks_step(rank_pools, small):
     return found[0], held_out
 
 
-@pytest.mark.parametrize("ranks, frames, ep", [(2, "true", 1), (2, "false", 1), (4, "true", 1), (4, "true", 2)])
-def test_first_step_is_one_ranks(rank_pools, small, one_ranks_step, ranks, frames, ep):
+@pytest.mark.parametrize(
+    "ranks, frames, more",
+    [
+        (2, "true", []),
+        (2, "false", []),
+        (4, "true", []),
+        (4, "true", ["distributed.ep_size=2"]),
+        (4, "true", ["distributed.tp_size=2", "distributed.ep_size=4"]),
+        (2, "false", ["distributed.cp_size=1", "distributed.pp_size=2"]),
+        (4, "true", ["distributed.pp_size=2", "distributed.ep_size=2"]),
+    ],
+)
+def test_first_step_is_one_ranks(rank_pools, small, one_ranks_step, ranks, frames, more):
     """Losses, counts, every gradient and the held-out answers, reduced in every microbatch and deferred; what is
     recomputed in backward has the same bits."""
     expected, held_out = one_ranks_step
-    overrides = [*small, *AUXILIARY, *PREDICTION, f"{FRAMES}.enabled={frames}", f"distributed.ep_size={ep}"]
+    overrides = [*small, *AUXILIARY, *PREDICTION, f"{FRAMES}.enabled={frames}", *more]
     results = rank_pools(ranks).run(worker.first_step, CP2, overrides)
     assert all(answers == results[0][1] for _, answers in results)
     found, answers = results[0]
@@ -202,10 +217,18 @@ def test_first_step_is_one_ranks(rank_pools, small, one_ranks_step, ranks, frame
         assert_same_step(other, expected)
 
 
-@pytest.mark.parametrize("ep", [1, 2])
-def test_export_of_a_shared_run(rank_pools, small, tmp_path, capsys, ep):
+@pytest.mark.parametrize(
+    "more",
+    [
+        [],
+        ["distributed.ep_size=2"],
+        ["distributed.cp_size=1", "distributed.tp_size=2"],
+        ["distributed.cp_size=1", "distributed.pp_size=2"],
+    ],
+)
+def test_export_of_a_shared_run(rank_pools, small, tmp_path, capsys, more):
     """One rank writes from the checkpoint of two what these wrote themselves."""
-    small = [*small, f"distributed.ep_size={ep}"]
+    small = [*small, *PREDICTION, *more]
     overrides = [*small, "step_scheduler.max_steps=1", f"output_dir={tmp_path / 'run'}"]
     rank_pools(2).run(worker.trained, CP2, overrides)
     assert main(["export", CP2, str(tmp_path / "run/checkpoints/step_1"), str(tmp_path / "hf"), *small]) == 0

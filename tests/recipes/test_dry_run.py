@@ -12,6 +12,8 @@ from .conftest import DIGITS, ROOT
 
 CP2 = str(ROOT / "examples" / "digits_cp2.yaml")
 LARGE = str(ROOT / "examples" / "qwen3_5_122b_128k.yaml")
+TP4_PP4 = str(ROOT / "examples" / "qwen3_5_27b_tp4_pp4.yaml")
+FRAMES = str(ROOT / "examples" / "qwen3_5_4b_cp2_frames.yaml")
 MTP = "model.config.text_config.mtp_num_hidden_layers=1"
 
 
@@ -20,7 +22,13 @@ def total(ranks, key):
 
 
 @pytest.mark.parametrize(
-    "more", [["distributed.ep_size=2"], ["distributed.ep_size=4", "freeze_config.freeze_vision_tower=true"]]
+    "more",
+    [
+        ["distributed.ep_size=2"],
+        ["distributed.ep_size=4", "freeze_config.freeze_vision_tower=true"],
+        ["distributed.cp_size=1", "distributed.tp_size=2", "distributed.ep_size=2"],
+        ["distributed.cp_size=1", "distributed.tp_size=2", "distributed.pp_size=2"],
+    ],
 )
 def test_dry_run_is_what_ranks_hold(rank_pools, tiny, more):
     """Masters, moments and gradients of every rank after a step on four of them, to the byte."""
@@ -34,14 +42,15 @@ def test_dry_run_is_what_ranks_hold(rank_pools, tiny, more):
     assert found.largest[1] == max(rank[3] for rank in held) and found.at_once >= found.largest[1]
     assert sum(total(found.ranks, "masters")) == 4 * found.parameters
     frozen = found.ranks[0]["vision tower"].moments == 0
-    assert set(found.ranks[0]) == set(PARTS) and frozen == ("freeze_config.freeze_vision_tower=true" in more)
+    parts = set().union(*found.ranks) if any("pp_size" in key for key in more) else set(found.ranks[0])
+    assert parts == set(PARTS) and frozen == ("freeze_config.freeze_vision_tower=true" in more)
 
 
 def test_dry_run_of_the_122b_on_128_ranks(capsys):
     """In well under two minutes, every byte is somewhere, and parts are as large as arithmetic says."""
     recipe = load_recipe(LARGE)
     found = dry_run(recipe, 128)
-    assert found.seconds < 120 and len(found.ranks) == 128 and found.shape == (4, 32, 8)
+    assert found.seconds < 120 and len(found.ranks) == 128 and found.shape == (4, 32, 1, 1, 8)
     assert sum(total(found.ranks, "masters")) == sum(total(found.ranks, "gradients")) == 4 * found.parameters
     assert 125.0e9 < found.parameters < 125.2e9
     expert, width, hidden = 48 * 256 * 3, 1024, 3072
@@ -53,6 +62,27 @@ def test_dry_run_of_the_122b_on_128_ranks(capsys):
     text = "\n".join(found.describe())
     assert "125,086,497,008 parameters on 128 ranks (dp 4 x cp 32), experts over 8" in text
     assert "a pack of 131,072 tokens, 4,096 a rank" in text and "0.000" not in text.split("MTP head")[1].split("\n")[0]
+
+
+def test_dry_run_of_the_27b_over_tp_4_and_pp_4():
+    """Of every weight each number is on one rank; stages differ by tower, embedding, head and prediction."""
+    found = dry_run(load_recipe(TP4_PP4), 16)
+    assert found.shape == (1, 1, 4, 4, 1) and found.kinds == 4 and found.microbatches == 16
+    assert sum(total(found.ranks, "masters")) == 4 * found.parameters and 27.7e9 < found.parameters < 27.9e9
+    held = total(found.ranks, "masters")
+    assert all(len(set(held[first : first + 4])) == 1 for first in range(0, 16, 4)) and held[4] == held[8]
+    first, inner, last = ({part for part, of in found.ranks[rank].items() if of.masters} for rank in (0, 4, 12))
+    assert first == {"vision tower", "decoder", "embedding, head"} and inner == {"decoder"}
+    assert last == {"decoder", "embedding, head", "MTP head"}
+    decoder = {rank["decoder"].masters for rank in found.ranks}
+    assert max(decoder) - min(decoder) <= 4 * 5120, "16 layers each, and the last norm"
+    assert dry_run(load_recipe(TP4_PP4), 32).shape == (2, 1, 4, 4, 1)
+
+
+def test_dry_run_of_the_4b_over_cp_2():
+    found = dry_run(load_recipe(FRAMES), 8)
+    assert found.shape == (4, 2, 1, 1, 1) and found.kinds == 1 and 4.6e9 < found.parameters < 4.7e9
+    assert found.ranks[0]["embedding, head"].masters == 248320 * 2560 * 4 // 8, "the head is tied"
 
 
 def test_dry_run_counts_what_ranks_would_read(tmp_path, tiny):

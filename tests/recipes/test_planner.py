@@ -92,7 +92,8 @@ def test_parts_of_a_dry_run(path, world, overrides):
             # a rank holds whole rows of a weight; of the small ones of a tower that is more than its share
             room = 0.25 if part == "vision tower" else 0.02
             assert getattr(held, name)[part] == pytest.approx(getattr(of, name), rel=room), (part, name)
-    assert (job.dp, job.cp, job.ep, job.microbatches) == (*found.shape, found.microbatches)
+    dp, cp, _, _, ep = found.shape
+    assert (job.dp, job.cp, job.ep, job.microbatches) == (dp, cp, ep, found.microbatches)
     largest = max(2 * max(*job.unit(kind)) for kind in job.layers)
     assert max(largest, 2 * sum(job.root)) == pytest.approx(found.largest[1], rel=0.02)
 
@@ -179,6 +180,11 @@ def test_command(capsys):
         (["plan", "--gpus", "8"], "give a recipe with --gpus N, or --explain"),
         (["plan", LARGE, "--gpus", "128", "seeed=1"], "seeed"),
         (["plan", LARGE, "--gpus", "128", "--machine", "nowhere.json"], "nowhere.json"),
+        (
+            ["plan", "examples/qwen3_5_27b_tp4_pp4.yaml", "--gpus", "16"],
+            "distributed.tp_size=4: automodel-c plan predicts",
+        ),
+        (["plan", "examples/qwen3_5_4b_cp2_frames.yaml", "--gpus", "8"], "tie_word_embeddings is true"),
     ],
 )
 def test_complaints(words, complaint, capsys, monkeypatch):

@@ -112,13 +112,13 @@ def test_export_loads_into_transformers(finished, tiny):
         exact = models.in_float64(exported)
         for sample in (run.held_out[i] for i in range(12)):
             batch = OwnCalls.collate([sample], run.processor)
-            found.append({"logits": OwnCalls.answers(run.model, batch, runtime.device)[0]})
-            assert torch.equal(OwnCalls.answers(again, batch, runtime.device)[0], found[-1]["logits"])
+            found.append({"logits": OwnCalls.answers(run.model, batch, runtime)[0]})
+            assert torch.equal(OwnCalls.answers(again, batch, runtime)[0], found[-1]["logits"])
             row = TransformersCalls.collate([sample], run.processor)
-            naive.append({"logits": TransformersCalls.answers(exported, row, runtime.device)[0]})
+            naive.append({"logits": TransformersCalls.answers(exported, row, runtime)[0]})
             wide = {k: v.double() if k.startswith("pixel") else v for k, v in row.items()}
             with models.Exact():
-                truth.append({"logits": TransformersCalls.answers(exact, wide, runtime.device)[0]})
+                truth.append({"logits": TransformersCalls.answers(exact, wide, runtime)[0]})
     packs.compare(found, naive, truth, "export")
 
 

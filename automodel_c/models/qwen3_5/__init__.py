@@ -8,6 +8,6 @@ Needs torch and safetensors; configurations and checkpoints are transformers' wi
 
 from .checkpoint import Files
 from .config import CONFIGS, Config, read_config
-from .model import Qwen3_5, load, materialise
+from .model import Qwen3_5, load, materialise, whole_on_meta
 
-__all__ = ["CONFIGS", "Config", "Files", "Qwen3_5", "load", "materialise", "read_config"]
+__all__ = ["CONFIGS", "Config", "Files", "Qwen3_5", "load", "materialise", "read_config", "whole_on_meta"]

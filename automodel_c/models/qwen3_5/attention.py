@@ -1,18 +1,23 @@
 """Full attention with a sigmoid gate on its output and interleaved rotary positions."""
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from automodel_c import ops
+from automodel_c.parallel.tensor import TensorParallel
 
-from .layers import RMSNorm
+from .layers import RMSNorm, own_part
+from .tensor import is_split
 
 
 class Attention(nn.Module):
-    """Letters: T tokens, Hq query heads and Hk key heads of D. q_proj holds [query | gate] of each head."""
+    """Letters: T tokens, Hq query heads and Hk key heads of D. q_proj holds [query | gate] of each head. tp: the
+    TensorParallel whose ranks share the heads, where they split them, and the rows of x in any case; asynchronous:
+    whether rows travel while products are computed, see `TensorParallel.products`."""
 
     def __init__(self, config):
         super().__init__()
-        self.head_dim = config.head_dim
+        self.head_dim, self.tp, self.asynchronous = config.head_dim, TensorParallel(), False
         query, key = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
         self.rope = {"rotary_dim": config.rotary_dim, "theta": config.rope_theta, "section": config.mrope_section}
         self.q_proj = nn.Linear(config.hidden_size, 2 * query, bias=False)
@@ -23,14 +28,21 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
 
     def forward(self, x, step):
-        """x [T, H] -> [T, H]."""
-        q, gate = self.q_proj(x).unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
-        k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.k_proj, self.v_proj))
+        """x [T / R, H], this rank's rows of R ranks of tp -> their [T / R, H]."""
+        weights = [own_part(linear.weight) for linear in (self.q_proj, self.k_proj, self.v_proj)]
+        q, k, v = self.tp.products(x, weights, self.asynchronous)
+        q, gate = q.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
+        k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in (k, v))
         q, k = self._normed_and_turned(q, k, step.positions)
-        return self.o_proj(ops.sigmoid_gate(step.attention(q, k, v), gate).flatten(1))
+        out = ops.sigmoid_gate(step.attention(q, k, v), gate).flatten(1)
+        if is_split(self, "self_attn"):
+            return self.tp.product(out, own_part(self.o_proj.weight), self.asynchronous)
+        return self.o_proj(self.tp.own(out))
 
     def _normed_and_turned(self, q, k, positions):
-        if q.is_cuda:  # in one pass as well, once its kernel has run on a GPU: it was compiled and emulated
-            return ops.mrope(self.q_norm(q), self.k_norm(k), positions, **self.rope)
         weights = self.q_norm.weight, self.k_norm.weight
+        # in one pass on GPUs as well, once its kernel has run there: it was compiled and emulated. Where ranks of tp
+        # split the heads the norms are FSDP2 units of their own, which gather when they are called
+        if q.is_cuda or any(isinstance(weight, DTensor) for weight in weights):
+            return ops.mrope(self.q_norm(q), self.k_norm(k), positions, **self.rope)
         return ops.qk_norm_mrope(q, k, *weights, positions, eps=self.q_norm.eps, **self.rope)

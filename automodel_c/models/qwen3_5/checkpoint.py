@@ -29,6 +29,7 @@ from .quantized import DTYPES, SCALE, block_size, dequantise, scale_shape, scale
 from .shards import Part
 
 LAYOUTS = ("grouped", "split")
+_HEAD = "lm_head.weight"
 _PARTS = {"decoder": "model.language_model.layers.", "mtp": "mtp.layers."}
 _EXPERTS = re.compile(r"^(?P<layer>.*\.layers\.\d+)\.mlp\.experts\.(?:(?P<expert>\d+)\.)?(?P<what>\w+?)(?:\.weight)?$")
 _ITEMSIZE = {  # of safetensors' names
@@ -56,7 +57,7 @@ class Files:
         bases = [key.removesuffix(SCALE) for key in self.at if key.endswith(SCALE)]
         self.scales = {base: self.at.pop(base + SCALE) for base in bases if base in self.at}
         self.layouts = {part: _layout(self.at, part, prefix) for part, prefix in _PARTS.items()}
-        self.bytes_read = 0
+        self.bytes_read, self.tied = 0, False
         self._open = {}
 
     def with_mtp(self, text):
@@ -74,17 +75,21 @@ class Files:
         return sum((self.folder / name).stat().st_size for name in {name for name, _ in self.at.values()})
 
     @torch.no_grad()
-    def fill(self, model):
+    def fill(self, model, whole=None):
         """Writes every parameter of `model` from the files, in its own dtype; on the meta device shapes are checked
-        alone. Of what ranks share, experts and shards of FSDP2, it reads this rank's part. Blocks of 8-bit floats are
-        multiplied by their scales. Returns the layouts of the experts, {"decoder": ..., "mtp": ...}.
+        alone. whole: the model with the layers of all ranks, whose keys are accounted for, where it has not all itself.
+        Of what ranks share it reads this rank's part. Blocks of 8-bit floats are multiplied by their scales. Returns
+        the layouts of the experts, {"decoder": ..., "mtp": ...}.
 
         RuntimeError names the keys that are missing and those that are left over; ValueError a shape that disagrees;
         NotImplementedError another kind of quantized weights.
         """
         block, sources = block_size(model.config.source), {}
-        for name, tensor in model.state_dict().items():
-            sources |= dict(self._sources(published_name(name), tensor, model.config.text.num_experts, model.ep))
+        whole = model if whole is None else whole
+        held = {published_name(name): tensor for name, tensor in model.state_dict().items()}
+        for key in map(published_name, whole.state_dict()):
+            sources |= dict(self._sources(key, held.get(key), model.config.text.num_experts, model.ep))
+        self.tied = whole.config.tie_word_embeddings
         self._account(sources)
         for key in sorted(sources, key=self.at.get):  # a file after another
             if sources[key] is not None:
@@ -95,17 +100,19 @@ class Files:
         """(key in the files, the `Part` of it that this rank holds, None where it holds nothing)."""
         match = _EXPERTS.match(key)
         if not match:
-            yield key, Part.of(tensor)
+            yield key, None if tensor is None else Part.of(tensor)
             return
-        part = Part.of(tensor, ep.range(experts)[0], experts)
+        part = None if tensor is None else Part.of(tensor, ep.range(experts)[0], experts)
         if self.layouts[_part(key)] != "split":
             yield key, part
             return
         for expert in range(experts):
-            yield from _split(match["layer"], match["what"], expert, part.row(expert), _halves)
+            yield from _split(match["layer"], match["what"], expert, part and part.row(expert), _halves)
 
     def _account(self, sources):
         missing, left = [k for k in sources if k not in self.at], [k for k in self.at if k not in sources]
+        if self.tied and left == [_HEAD]:  # written though it is the embedding
+            left = []
         said = [f"{w}: {_listed(keys)}" for w, keys in (("missing", missing), ("not the model's", left)) if keys]
         if said:
             raise RuntimeError(f"load: the files of {self.folder} do not fit config.json; " + "; ".join(said))
@@ -300,11 +307,12 @@ def take_place(beside, folder):
 
 
 def _config(model):
-    mtp = 0 if model.mtp is None else len(model.mtp.layers)
-    text = dataclasses.replace(model.config.text, mtp_num_hidden_layers=mtp)
+    text = model.config.text
+    if model.pp.stages == 1:
+        text = dataclasses.replace(text, mtp_num_hidden_layers=0 if model.mtp is None else len(model.mtp.layers))
     mapping = dataclasses.replace(model.config, text=text).to_dict()
     mapping["text_config"] = {k: v for k, v in mapping["text_config"].items() if k not in _NOT_OURS}
-    dtype = str(model.lm_head.weight.dtype).removeprefix("torch.")
+    dtype = str(next(p for p in model.parameters() if p.ndim > 1).dtype).removeprefix("torch.")
     return {**{k: v for k, v in mapping.items() if k not in _NOT_OURS}, "dtype": dtype}
 
 

@@ -73,6 +73,7 @@ class Config:
     video_token_id: int = 248057
     vision_start_token_id: int = 248053
     vision_end_token_id: int = 248054
+    tie_word_embeddings: bool = False  # the head is the embedding
     dtype: torch.dtype = None
     source: dict = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
@@ -96,7 +97,7 @@ class Config:
             **top,
             "architectures": [f"{name}ForConditionalGeneration"],
             "model_type": self.family,
-            "tie_word_embeddings": False,
+            "tie_word_embeddings": self.tie_word_embeddings,
             "text_config": _joined(self.source.get("text_config"), text, f"{self.family}_text"),
             "vision_config": _joined(self.source.get("vision_config"), vision, f"{self.family}_vision"),
         }
@@ -142,7 +143,8 @@ def read_config(source):
     vision = _read_vision(source["vision_config"], text.hidden_size)
     _refuse_unsupported(source)
     tokens = {k: v for k, v in source.items() if k.endswith("_token_id") and k in Config.__dataclass_fields__}
-    return Config(text, vision, **tokens, dtype=_dtype(source), source=source)
+    tied = bool(source.get("tie_word_embeddings", source["text_config"].get("tie_word_embeddings")))
+    return Config(text, vision, **tokens, tie_word_embeddings=tied, dtype=_dtype(source), source=source)
 
 
 def _read_text(mapping, model_type):
@@ -204,7 +206,6 @@ def _refuse_unsupported(source):
         ("text_config.attention_dropout", text.get("attention_dropout") or 0, 0),
         ("vision_config.hidden_act", vision.get("hidden_act", "gelu_pytorch_tanh"), "gelu_pytorch_tanh"),
         ("vision_config.deepstack_visual_indexes", list(vision.get("deepstack_visual_indexes") or []), []),
-        ("tie_word_embeddings", bool(source.get("tie_word_embeddings", text.get("tie_word_embeddings"))), False),
     ]
     for name, value, only in supported:
         if value != only:
@@ -219,7 +220,7 @@ def _dtype(source):
     return dtype if isinstance(dtype, torch.dtype) else None
 
 
-def _published(hidden, layers, heads, key_heads, value_heads, **mlp):
+def _published(hidden, layers, heads, key_heads, value_heads, vision=None, tied=False, **mlp):
     """The mapping of a published model: what differs between them, and what all share."""
     return {
         "model_type": "qwen3_5_moe" if "num_experts" in mlp else "qwen3_5",
@@ -230,8 +231,12 @@ def _published(hidden, layers, heads, key_heads, value_heads, **mlp):
             "rope_parameters": {"rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10]},
             "mtp_num_hidden_layers": 1, **mlp,
         },
-        "vision_config": {"out_hidden_size": hidden},
+        "vision_config": {"out_hidden_size": hidden, **(vision or {})},
+        "tie_word_embeddings": tied,
     }  # fmt: skip
+
+
+_SMALL_TOWER = {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096}
 
 
 def _experts(width):
@@ -242,6 +247,7 @@ def _experts(width):
 
 
 CONFIGS = {
+    "4B": _published(2560, 32, 16, 4, 32, _SMALL_TOWER, tied=True, intermediate_size=9216),
     "27B": _published(5120, 64, 24, 4, 48, intermediate_size=17408),
     "35B-A3B": _published(2048, 40, 16, 2, 32, **_experts(512)),
     "122B-A10B": _published(3072, 48, 32, 2, 64, **_experts(1024)),

@@ -10,7 +10,7 @@ from automodel_c import ops
 from automodel_c.parallel.exchange import exchange
 from automodel_c.parallel.experts import ExpertParallel, moe_over_ranks
 
-from .layers import MLP
+from .layers import MLP, own_part
 from .recompute import made_again
 
 
@@ -42,16 +42,11 @@ class Experts(nn.Module):
     def forward(self, x, router_weight, padding, top_k, beside):
         """(`ops.moe` with the router's statistics, over the ranks that hold experts; beside()). Made again, its output
         goes into sums alone, whose gradients do not need it."""
-        weights = router_weight, _own(self.gate_up_proj), _own(self.down_proj)
+        weights = router_weight, own_part(self.gate_up_proj), own_part(self.down_proj)
         if self.ep.group is not None:
             return moe_over_ranks(x, *weights, padding, lambda: top_k, self.ep.group, meanwhile=beside)
         options = {"top_k": top_k, "padding": padding, "return_router_stats": True, "need_output": not made_again()}
         return ops.moe(x, *weights, **options), beside()
-
-
-def _own(weight):
-    """A weight's experts of this rank: under FSDP2 they are a part of a DTensor over the ranks that share them."""
-    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 def whole_experts(model):
@@ -98,16 +93,24 @@ def auxiliary_loss(stats, top_k, per_layer):
     return ops.load_balancing_loss(stats)
 
 
-def over_ranks(stats, plan, real_rows):
+def over_ranks(stats, plan, real_rows, tp):
     """Every layer's statistics with the load and the real rows of the whole pack, beside this rank's own prob_sum.
+    plan: ContextPlan of several ranks, or None; tp: TensorParallel.
 
     An auxiliary loss is linear in prob_sum, so that what it makes of these is this rank's part: values and gradients
     sum over the group to those of one rank. Loads travel once for all layers, and nothing in backward.
     """
-    ranks = plan.ranks
-    src, dst = (x.flatten() for x in np.meshgrid(np.arange(ranks), np.arange(ranks)))
-    zeros = np.zeros_like(src)
-    route = plan.route(np.stack([src, dst, zeros, src, zeros + 1], axis=1), 1, ranks, "loads of experts")
-    loads = exchange(torch.stack([load for load, _, _ in stats])[None], route, plan.group).sum(0)
+    loads = torch.stack([load for load, _, _ in stats])
+    if tp.group is not None:
+        dist.all_reduce(loads, group=tp.group)
+    if plan is not None:
+        loads = exchange(loads[None], _to_all(plan), plan.group).sum(0)
     rows = torch.tensor(real_rows, device=loads.device)
     return [(load, prob_sum, rows) for load, (_, prob_sum, _) in zip(loads, stats, strict=True)]
+
+
+def _to_all(plan):
+    """The Route of every rank's one row to all ranks."""
+    src, dst = (x.flatten() for x in np.meshgrid(np.arange(plan.ranks), np.arange(plan.ranks)))
+    zeros = np.zeros_like(src)
+    return plan.route(np.stack([src, dst, zeros, src, zeros + 1], axis=1), 1, plan.ranks, "loads of experts")

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from automodel_c import ops
+from automodel_c.parallel.tensor import TensorParallel
 
 from .layers import GatedRMSNorm
 
@@ -13,11 +14,13 @@ GATES = ("A_log", "dt_bias")
 class GatedDeltaNet(nn.Module):
     """Letters: T tokens, Hk key heads of Dk, Hv value heads of Dv; Hv is a multiple of Hk.
 
-    A_log and dt_bias [Hv] are float32 whatever the model is cast to.
+    A_log and dt_bias [Hv] are float32 whatever the model is cast to. tp: the TensorParallel whose ranks hold the rows;
+    each runs the recurrence over all of them and keeps its own.
     """
 
     def __init__(self, config):
         super().__init__()
+        self.tp = TensorParallel()
         self.key_dim, self.value_dim = config.linear_key_head_dim, config.linear_value_head_dim
         keys, values = config.linear_num_key_heads * self.key_dim, config.linear_num_value_heads * self.value_dim
         self.split = [keys, keys, values]
@@ -33,14 +36,15 @@ class GatedDeltaNet(nn.Module):
         self.out_proj = nn.Linear(values, hidden, bias=False)
 
     def forward(self, x, step):
-        """x [T, H] -> [T, H]."""
+        """x [T / R, H], this rank's rows of R ranks of tp -> their [T / R, H]."""
+        own, x = x, self.tp.gather(x)
         qkv = step.causal_conv1d(self.in_proj_qkv(x), self.conv1d.weight.squeeze(1))
         q, k, v = qkv.split(self.split, dim=-1)
         q, k = (part.unflatten(-1, (-1, self.key_dim)) for part in (q, k))
         v = v.unflatten(-1, (-1, self.value_dim))
         g, beta = ops.gdn_gate(self.in_proj_a(x), self.in_proj_b(x), self.A_log, self.dt_bias)
-        out = step.gated_delta_rule(q, k, v, g, beta)
-        out = self.norm(out, self.in_proj_z(x).view(out.shape))
+        out = self.tp.own(step.gated_delta_rule(q, k, v, g, beta))
+        out = self.norm(out, self.in_proj_z(own).view(out.shape))
         return self.out_proj(out.flatten(1))
 
     def _apply(self, fn, recurse=True):

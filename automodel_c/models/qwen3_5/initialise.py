@@ -1,5 +1,7 @@
 """Random weights, drawn as transformers draws them."""
 
+import copy
+
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -12,12 +14,28 @@ from .shards import Part
 
 
 @torch.no_grad()
-def initialise(model):
+def initialise(model, whole):
     """Fills every parameter of a Qwen3_5 from torch's generator: equal seeds give equal models, whatever ranks share
-    their experts or, under FSDP2, all weights. No more than one weight is whole at a time."""
+    their experts, layers or, under FSDP2, all weights. whole: the model with all layers, on the meta device. No more
+    than one weight is whole at a time."""
     text, vision = model.config.text.initializer_range, model.config.vision.initializer_range
-    for name, module in model.named_modules():
-        _fill(module, vision if name.startswith("model.visual") else text)
+    held = dict(model.named_modules())
+    for name, module in whole.named_modules():
+        std = vision if name.startswith("model.visual") else text
+        if name in held:
+            _fill(held[name], std)
+        elif any(True for _ in module.parameters(recurse=False)):
+            _fill(_alone(module), std)  # another rank's: drawn, so that the generator goes on as there
+
+
+def _alone(module):
+    """A module's own parameters with memory, for a moment."""
+    other = copy.copy(module)
+    other._parameters = {
+        name: None if p is None else nn.Parameter(torch.empty(p.shape, dtype=p.dtype), requires_grad=False)
+        for name, p in module._parameters.items()
+    }
+    return other
 
 
 def _fill(module, std):

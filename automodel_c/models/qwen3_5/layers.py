@@ -2,8 +2,10 @@
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from automodel_c import ops
+from automodel_c.parallel.tensor import TensorParallel
 
 
 class RMSNorm(nn.Module):
@@ -41,14 +43,23 @@ class LayerNorm(nn.LayerNorm):
         return ops.layer_norm(x, self.weight, self.bias, eps=self.eps)
 
 
+def own_part(weight):
+    """What this rank has of a weight: under FSDP2 that is a DTensor over the ranks that share it."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
 class MLP(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x))."""
+    """SwiGLU: down(silu(gate(x)) * up(x)). tp: the TensorParallel whose ranks split the width, and x's rows;
+    asynchronous: whether they do so while they compute, see `TensorParallel.products`."""
 
     def __init__(self, size, width):
         super().__init__()
+        self.tp, self.asynchronous = TensorParallel(), False
         self.gate_proj = nn.Linear(size, width, bias=False)
         self.up_proj = nn.Linear(size, width, bias=False)
         self.down_proj = nn.Linear(width, size, bias=False)
 
     def forward(self, x):
-        return self.down_proj(ops.swiglu(self.gate_proj(x), self.up_proj(x)))
+        gate, up, down = (own_part(linear.weight) for linear in (self.gate_proj, self.up_proj, self.down_proj))
+        hidden = ops.swiglu(*self.tp.products(x, [gate, up], self.asynchronous))
+        return self.tp.product(hidden, down, self.asynchronous)

@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from automodel_c import ops
@@ -11,6 +12,8 @@ from automodel_c.parallel import ContextParallel, alarms
 from automodel_c.parallel.exchange import exchange
 from automodel_c.parallel.experts import ExpertParallel
 from automodel_c.parallel.frame_plan import FrameSharding
+from automodel_c.parallel.pipeline import PipelineParallel
+from automodel_c.parallel.tensor import TensorParallel
 
 from .checkpoint import Files, save
 from .config import read_config
@@ -18,19 +21,21 @@ from .experts import Experts, auxiliary_loss, over_ranks
 from .frames import see
 from .initialise import initialise
 from .mtp import LOSS_SCALE, MTP
+from .pipeline import auxiliary_out, auxiliary_slope, total_load
 from .step import IGNORE, Batch, OnHost
-from .text import TextModel
+from .tensor import check_sizes, plan_of
+from .text import DecoderLayer, TextModel
 from .vision import VisionModel
 
 RECOMPUTE = (False, None, True, "full", "selective")
 SCOPES = ("all", "language", "vision")
 _AUX_LOSS = (None, "transformers", "per_layer")
-_PARALLEL = ("dp", "tp", "pp", "ep", "dp_size", "tp_size", "pp_size", "cp_size", "ep_size", "mesh")
+_PARALLEL = ("dp", "ep", "dp_size", "tp_size", "pp_size", "cp_size", "ep_size", "mesh")
 
 
 def load(
     path_or_config, *, dtype=None, device=None, cp=None, activation_checkpointing=False, aux_loss=None,
-    frame_sharding=None, ep_group=None, config=None, **parallel,
+    frame_sharding=None, ep_group=None, tp=None, tp_plan=None, pp=None, config=None, **parallel,
 ):  # fmt: skip
     """A Qwen3.5 vision-language model, dense or with experts, ready to train.
 
@@ -57,6 +62,13 @@ def load(
             their losses. What is no expert is whole on every rank, and its gradient this rank's alone. Clipping and
             torch's checkpoints take a plain tensor for the same on all ranks: `parallelize_qwen3_5` makes experts
             DTensors.
+        tp: None, or a `parallel.TensorParallel`: the ranks that share the heads of attention and the width of dense
+            MLPs, whose weights become DTensors of them, and each pack's rows between these. Each passes the whole batch
+            and gets a part of the loss, as with `cp`; gradients of weights that are whole on every rank are parts too.
+        tp_plan: None, or {pattern: style} in transformers' names, which takes the place of those of the model's own
+            plan; see `tensor.plan_of`.
+        pp: None, or a `parallel.PipelineParallel`: the model has the layers of this rank's stages alone, embedding and
+            tower with the first, norm, head and multi-token prediction with the last. `pipeline.Stages` runs it.
         config: with a directory, a configuration that takes the place of its config.json.
         **parallel: None or one rank.
 
@@ -65,12 +77,18 @@ def load(
 
     Raises:
         ValueError: no model directory, a configuration that makes no model, a shape that disagrees, experts in two
-            key styles, a number of experts that the ranks of `ep_group` do not divide. TypeError: another dtype, an
-            `ep_group` that is no process group. RuntimeError: keys that are missing or not the model's, all named.
+            key styles, a number of experts that the ranks of `ep_group` do not divide, heads or a width that those of
+            `tp` do not, an unknown style, fewer layers than stages. TypeError: another dtype, an `ep_group` that is no
+            process group. RuntimeError: keys that are missing or not the model's, all named.
             NotImplementedError: other kinds of parallelism over more ranks than one, or a part that this definition
             does not have.
     """
-    _refuse_parallel({} if isinstance(cp, ContextParallel) else {"cp": cp}, parallel)
+    others = {} if isinstance(cp, ContextParallel) else {"cp": cp}
+    others |= {} if isinstance(tp, TensorParallel) else {"tp": tp}
+    others |= {} if isinstance(pp, PipelineParallel) else {"pp": pp}
+    _refuse_parallel(others, parallel)
+    tp = tp if isinstance(tp, TensorParallel) else TensorParallel()
+    pp = pp if isinstance(pp, PipelineParallel) else PipelineParallel()
     if activation_checkpointing not in RECOMPUTE:
         raise ValueError(
             f"load: activation_checkpointing is {activation_checkpointing!r}, False, True, 'full' or 'selective' is"
@@ -83,8 +101,10 @@ def load(
     if dtype not in (torch.float32, torch.bfloat16):
         raise TypeError(f"load: dtype is {dtype}, torch.float32 or torch.bfloat16 is needed")
     ep = _expert_parallel(ep_group, config.text.num_experts)
+    plan = plan_of(config.text, tp_plan)
+    check_sizes(config.text, plan, tp)
     folder = path_or_config if isinstance(path_or_config, str) or hasattr(path_or_config, "__fspath__") else None
-    model = _build(config, folder, dtype, device, ep)
+    model = _build(config, folder, dtype, device, Shared(ep, tp, plan, pp))
     model.recompute(activation_checkpointing)
     model.aux_loss = aux_loss
     model.cp = cp if isinstance(cp, ContextParallel) else None
@@ -97,7 +117,7 @@ class Qwen3_5(nn.Module):
     """`loss, metrics = model(batch)`. Letters: T tokens, H hidden size, V vocabulary.
 
     Attributes: config; model.language_model, model.visual, lm_head; mtp, or None where there is none (set it to None
-    to train without); aux_loss and cp, as in `load`; ep, the ranks that share the experts; frame_sharding, a
+    to train without); aux_loss, cp, tp and pp, as in `load`; ep, the ranks that share the experts; frame_sharding, a
     `FrameSharding`; folder, the directory that it was loaded from, or None, and bytes_read, how much of it this rank
     read; aux_share, by which the auxiliary loss is multiplied where it is added: a step of several batches gives each
     its share of the average; loss_extra_bytes, what the loss may hold beyond its gradients on CUDA, None for as much as
@@ -106,21 +126,24 @@ class Qwen3_5(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.config, self.ep = config, ExpertParallel()
+        self.config, self.ep, self.tp = config, ExpertParallel(), TensorParallel()
         self.aux_loss, self.cp, self.frame_sharding = None, None, FrameSharding()
         self.aux_share = 1.0
         self.loss_extra_bytes = None
         self.folder, self.bytes_read, self.expert_layouts = None, 0, {}
+        self.pp, self.compute_dtype = PipelineParallel(), None
         self.model = nn.Module()
         self.model.language_model = TextModel(config.text)
         self.model.visual = VisionModel(config.vision)
-        self.lm_head = nn.Linear(config.text.hidden_size, config.text.vocab_size, bias=False)
+        self.lm_head = None  # the embedding's, where they are tied
+        if not config.tie_word_embeddings:
+            self.lm_head = nn.Linear(config.text.hidden_size, config.text.vocab_size, bias=False)
         self.mtp = MTP(config.text) if config.text.mtp_num_hidden_layers else None
 
-    def __call__(self, batch):
-        return super().__call__(OnHost(batch))
+    def __call__(self, batch, *stage):
+        return super().__call__(batch if stage else OnHost(batch), *stage)
 
-    def forward(self, batch):
+    def forward(self, batch, arrived=None, chunk=None):
         """The loss of a packed batch, and what it is made of.
 
         batch: a dict, never written to, of
@@ -136,22 +159,36 @@ class Qwen3_5(nn.Module):
         aux_loss; metrics, detached device tensors: lm_loss, mtp_loss (mean over depths), aux_loss, label_tokens. Where
         there is no such part it is 0.
 
-        Under context parallelism every rank passes the same whole batch. loss, lm_loss, mtp_loss and aux_loss are parts
-        that sum over the group to one rank's; gradients are this rank's parts, to be summed likewise; label_tokens is
-        the whole batch's on every rank.
+        Under context and tensor parallelism every rank passes the same whole batch. loss, lm_loss, mtp_loss and
+        aux_loss are parts that sum over the group to one rank's; gradients are this rank's parts, to be summed
+        likewise, but those of weights that ranks split; label_tokens is the whole batch's on every rank.
 
         ValueError and TypeError name the key, and both numbers where counts disagree. What is raised on one rank is
         raised on all that share a pack or experts with it; where they also wait in FSDP2's own collectives, only
         `parallel.faults.guard` can tell them.
+
+        Of a pipeline batch is what `prepare` gives, arrived what came from other stages, and chunk which of this rank's
+        stages runs; see `pipeline.Stages`. Before the last stage it is {name: tensor} of what goes on.
         """
         with alarms.everywhere(self.ep.group):
-            return self._losses(self._batch(batch, labels=True))
+            if chunk is None:
+                batch, arrived, chunk = self.prepare(batch), {}, 0
+            return self._losses(batch, arrived, chunk)
 
-    def _losses(self, batch):
-        embeddings = self._embed(batch)
+    def _losses(self, batch, arrived, chunk):
         whole = self.mtp is not None or self.has_aux_loss  # they read every row of the last layer
         rows = None if whole else batch.labelled_rows
-        hidden, stats = self._decode(embeddings, batch, rows)
+        hidden, stats, embeddings = self._run(batch, arrived, chunk, rows)
+        text = self.config.text
+        if self.has_aux_loss and (batch.step.plan is not None or self.tp.group is not None):
+            stats = over_ranks(stats, batch.step.plan, batch.real_rows, self.tp)
+        if self.pp.stage(chunk) < self.pp.stages - 1:
+            out = {"hidden": hidden}
+            if embeddings is not None and text.mtp_num_hidden_layers:
+                out["embeddings"] = embeddings
+            if self.has_aux_loss:
+                out |= auxiliary_out(stats, text.num_experts_per_tok, self.aux_loss == "per_layer", arrived)
+            return out
         labels = batch.labels if rows is None else batch.labels.index_select(0, rows)
         loss = lm_loss = self._cross_entropy(hidden, labels, batch)
         mtp_loss = aux_loss = torch.zeros_like(lm_loss)
@@ -159,14 +196,46 @@ class Qwen3_5(nn.Module):
             depths = self.mtp(hidden, embeddings, batch)
             mtp_loss = sum(self._cross_entropy(h, labels, batch) for h, labels in depths) / len(depths)
             loss = loss + LOSS_SCALE * mtp_loss
-        text = self.config.text
+        load = {}
         if self.has_aux_loss:
-            if batch.step.plan is not None:
-                stats = over_ranks(stats, batch.step.plan, batch.real_rows)
-            aux_loss = auxiliary_loss(stats, text.num_experts_per_tok, self.aux_loss == "per_layer")
-            loss = loss + self.aux_share * text.router_aux_loss_coef * aux_loss
+            if "load" in arrived:
+                load = {"load": total_load(stats, arrived)}
+                slope = auxiliary_slope(load["load"], batch.real_rows, text.num_hidden_layers)
+                aux_loss = (torch.stack([layer[1] for layer in stats]).sum(0) * slope).sum()
+            else:
+                aux_loss = auxiliary_loss(stats, text.num_experts_per_tok, self.aux_loss == "per_layer")
+            loss = loss + self.aux_weight * aux_loss
         parts = {"lm_loss": lm_loss, "mtp_loss": mtp_loss, "aux_loss": aux_loss, "label_tokens": batch.label_count}
-        return loss, {name: value.detach() for name, value in parts.items()}
+        return loss, {name: value.detach() for name, value in {**parts, **load}.items()}
+
+    def _run(self, batch, arrived, chunk, rows=None):
+        """(hidden states, statistics, embeddings or None) behind a stage of this rank."""
+        if self.pp.stage(chunk) == 0:
+            embeddings = self._embed(batch)
+            hidden = self.tp.own(embeddings[: len(batch.share.own)])
+        else:
+            hidden, embeddings = arrived["hidden"], arrived.get("embeddings")
+        layers = self.pp.layers(self.config.text.num_hidden_layers, chunk)
+        return *self.model.language_model(hidden, batch.step, rows, layers), embeddings
+
+    @property
+    def head_weight(self):
+        """[V, H]."""
+        return (self.model.language_model.embed_tokens if self.lm_head is None else self.lm_head).weight
+
+    @property
+    def shares_loads(self):
+        """Whether the auxiliary loss needs counts of all layers together, and so of all stages."""
+        return self.has_aux_loss and self.aux_loss != "per_layer"
+
+    @property
+    def aux_weight(self):
+        """By what the auxiliary loss is multiplied where it is added."""
+        return self.aux_share * self.config.text.router_aux_loss_coef
+
+    @property
+    def device(self):
+        return next(self.parameters()).device
 
     @property
     def has_aux_loss(self):
@@ -174,14 +243,20 @@ class Qwen3_5(nn.Module):
         text = self.config.text
         return bool(text.num_experts and (self.aux_loss or text.output_router_logits))
 
-    def logits(self, batch, rows=None):
+    def logits(self, batch, rows=None, arrived=None, chunk=None):
         """Logits [n, V] of the tokens `rows` (int [n], any sequence; None is all T) of a batch, whose labels may be
-        missing. Under context parallelism every rank gives the same rows of the whole pack and gets all their logits.
+        missing. Ranks that share a pack give the same rows of the whole pack, and each gets all their logits.
         Ranks that share experts call it alike, each with its own tokens.
         Under FSDP2 register it: `register_fsdp_forward_method(model, "logits")`."""
         with alarms.everywhere(self.ep.group):
-            batch = self._batch(batch)
-            hidden, _ = self._decode(self._embed(batch), batch)
+            if chunk is None:
+                batch, arrived, chunk = self.prepare(batch, labels=False), {}, 0
+            hidden, *_ = self._run(batch, arrived, chunk)
+            if self.pp.stage(chunk) < self.pp.stages - 1:
+                return {"hidden": hidden}
+            hidden = self.tp.gather(hidden)
+            if rows is None and batch.tokens != batch.share.tokens:
+                rows = np.arange(batch.tokens)
             plan, share = batch.step.plan, batch.share
             if plan is not None:
                 rows = np.arange(plan.tokens) if rows is None else rows
@@ -189,11 +264,15 @@ class Qwen3_5(nn.Module):
                 hidden = exchange(hidden, share.to_all(_rows_in(rows, plan.tokens)), plan.group)
             elif rows is not None:
                 hidden = hidden.index_select(0, torch.as_tensor(rows, dtype=torch.int64, device=hidden.device))
-            return self.lm_head(hidden)
+            return F.linear(hidden, self.head_weight)
 
-    def _batch(self, batch, labels=False):
-        depths = 0 if self.mtp is None else len(self.mtp.layers)
-        return Batch(batch, self.config, self.lm_head.weight.device, self.cp, depths if labels else 0, labels, self.ep)
+    def prepare(self, batch, labels=True):
+        """The `Batch` of a batch, which must have labels where they are asked for."""
+        depths = len(self.mtp.layers) if self.mtp is not None else 0
+        if self.pp.stages > 1:  # the last stage's
+            depths = self.config.text.mtp_num_hidden_layers
+        depths = depths if labels else 0
+        return Batch(batch, self.config, self.device, self.cp, depths, labels, self.ep, self.tp)
 
     def _embed(self, batch):
         """Embeddings of the batch's embedded rows, those of the media in their places; without media the tower runs all
@@ -202,16 +281,12 @@ class Qwen3_5(nn.Module):
         seen, places = see(self.model.visual, batch.media, batch.share, self.frame_sharding, embeddings.device)
         return embeddings.index_copy(0, places, seen.to(embeddings.dtype))
 
-    def _decode(self, embeddings, batch, rows=None):
-        """(hidden states of this rank's own rows, or of `rows` alone, normed; each layer's router statistics)."""
-        return self.model.language_model(embeddings[: len(batch.share.own)], batch.step, rows)
-
     def _cross_entropy(self, hidden, labels, batch):
         text, extra_bytes = self.config.text, self.loss_extra_bytes
         if extra_bytes is None:
             extra_bytes = 4 * text.vocab_size * text.hidden_size
         return ops.linear_cross_entropy(
-            hidden, self.lm_head.weight, labels, num_label_tokens=batch.num_label_tokens, ignore_index=IGNORE,
+            hidden, self.head_weight, labels, num_label_tokens=batch.num_label_tokens, ignore_index=IGNORE,
             extra_bytes=extra_bytes,
         )  # fmt: skip
 
@@ -219,7 +294,8 @@ class Qwen3_5(nn.Module):
         """Whether backward makes the activations inside layers and blocks again instead of keeping them: one of
         RECOMPUTE. scope: one of SCOPES, the parts that this is about; the others keep theirs."""
         language = [part for part in (self.model.language_model, self.mtp) if part is not None]
-        for name, parts in (("language", language), ("vision", [self.model.visual])):
+        vision = [self.model.visual] if self.model.visual is not None else []
+        for name, parts in (("language", language), ("vision", vision)):
             for part in parts:
                 part.recompute = ("full" if value is True else value or False) if scope in ("all", name) else False
 
@@ -241,26 +317,64 @@ def _expert_parallel(group, experts):
     return ep
 
 
-def _build(config, folder, dtype, device, ep):
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """What ranks share: an ExpertParallel, a TensorParallel with its plan, a PipelineParallel."""
+
+    ep: ExpertParallel
+    tp: TensorParallel
+    plan: dict
+    pp: PipelineParallel
+
+
+def _build(config, folder, dtype, device, shared):
+    ep, tp, pp = shared.ep, shared.tp, shared.pp
     files = None if folder is None else Files(folder)
     if files is not None:
         config = dataclasses.replace(config, text=files.with_mtp(config.text))
     with torch.device("meta"):
         model = Qwen3_5(config)
-    model.ep = ep
+    model.ep, model.tp, model.pp, model.compute_dtype = ep, tp, pp, dtype
+    _keep_stages(model, pp)
     for module in model.modules() if ep.group is not None else ():
         if isinstance(module, Experts):
             module.spread(ep)
     model = model.to(dtype)
+    for module in model.modules() if tp.group is not None else ():
+        if isinstance(module, DecoderLayer):
+            module.spread(tp, shared.plan)
     meta = device is not None and torch.device(device).type == "meta"
     if not meta:
         model.to_empty(device=device or "cpu")
     if files is not None:
-        model.folder, model.expert_layouts = folder, files.fill(model)
+        model.folder, model.expert_layouts = folder, files.fill(model, whole_on_meta(model))
         model.bytes_read = 0 if meta else files.bytes_read
     elif not meta:
-        initialise(model)
+        initialise(model, whole_on_meta(model))
     return model
+
+
+def _keep_stages(model, pp):
+    """Drops what other ranks of a pipeline hold."""
+    if pp.stages == 1:
+        return
+    if model.config.tie_word_embeddings:
+        raise NotImplementedError(
+            f"load: pp={pp}: tie_word_embeddings is True, the first and the last stage would both hold the embedding"
+        )
+    count = model.config.text.num_hidden_layers
+    layers = [i for chunk in range(pp.chunks) for i in pp.layers(count, chunk)]
+    model.model.language_model.keep(layers, pp.is_first, pp.is_last)
+    if not pp.is_first:
+        model.model.visual = None
+    if not pp.is_last:
+        model.lm_head = model.mtp = None
+
+
+def whole_on_meta(model):
+    """The model with the parts that other ranks of a pipeline hold, without memory; its experts are whole."""
+    with torch.device("meta"):
+        return Qwen3_5(model.config)
 
 
 def materialise(model, device="cpu", *, weights=True):
@@ -273,10 +387,10 @@ def materialise(model, device="cpu", *, weights=True):
     """
     model.to_empty(device=device)
     if weights and model.folder is None:
-        initialise(model)
+        initialise(model, whole_on_meta(model))
     elif weights:
         files = Files(model.folder)
-        files.fill(model)
+        files.fill(model, whole_on_meta(model))
         model.bytes_read = files.bytes_read
     return model
 
@@ -292,14 +406,14 @@ def _rows_in(rows, tokens):
 def _refuse_parallel(cp, parallel):
     """NotImplementedError for more ranks than one, TypeError for an argument that is no kind of parallelism."""
     for name, value in {**cp, **parallel}.items():
-        if name not in ("cp", *_PARALLEL):
+        if name not in ("cp", "tp", "pp", *_PARALLEL):
             raise TypeError(f"load: unexpected keyword argument {name!r}")
         ranks = _ranks(value)
         if ranks != 1:
             raise NotImplementedError(
                 f"load: {name}={value!r}: this model runs on one rank of {name} so far; data parallelism goes around "
                 "it (parallelize_qwen3_5), context parallelism is cp=ContextParallel(group), expert parallelism "
-                "ep_group=group"
+                "ep_group=group, tensor parallelism tp=TensorParallel(mesh), a pipeline pp=PipelineParallel(...)"
             )
 
 

@@ -32,7 +32,7 @@ class MTP(nn.Module):
 
     def forward(self, hidden, embeddings, batch):
         """hidden [T, H], batch a `Batch`, embeddings of its embedded rows -> [(hidden states [T, H], labels [T]) of
-        each depth]."""
+        each depth]; under tensor parallelism of this rank's rows."""
         depths = []
         for k, layer in enumerate(self.layers, 1):
             ahead = batch.ahead(k)

@@ -14,6 +14,7 @@ from automodel_c import ops, parallel
 from automodel_c.data.positions import IMAGE, TEXT, VIDEO, pack_positions
 from automodel_c.keys import check_known
 from automodel_c.parallel import alarms
+from automodel_c.parallel.tensor import TensorParallel
 from automodel_c.partition import Pack
 
 from .share import Share
@@ -32,7 +33,7 @@ class Step:
     Attributes:
         pack: Pack over T, the whole pack.
         positions: int64 [3, T], of this rank's rows as all that layers see.
-        padding: bool [T], True where no document is, or None when all rows are real.
+        padding: bool [T], True where no document is, or None when all rows are real; this rank's rows of tp.
         plan: ContextPlan of several ranks, or None.
         experts_travel: whether other ranks hold some of the experts.
     """
@@ -83,7 +84,7 @@ class Media:
 @dataclasses.dataclass(frozen=True)
 class Ahead:
     """What multi-token prediction reads k tokens further: embedded int64 [T], rows of the embeddings; positions int64
-    [3, T]; labels int64 [T], IGNORE beyond the document."""
+    [3, T]; labels int64 [T], IGNORE beyond the document. embedded and labels are of this rank's rows of tp."""
 
     embedded: torch.Tensor
     positions: torch.Tensor
@@ -92,18 +93,22 @@ class Ahead:
 
 class Batch:
     """A caller's batch, checked. Under `cp`, a ContextParallel, what one rank holds of it; `depths`: how many tokens
-    ahead its embeddings reach; `ep`: the ExpertParallel of the model.
+    ahead its embeddings reach; `ep`, `tp`: the ExpertParallel and TensorParallel of the model.
 
-    Attributes: share, Share; input_ids int64, of its `rows`; labels int64 [T] of its own rows or None, IGNORE in
-    padding; labelled_rows int64 [n], those with a label, where there is no plan, the labels came on the host and are
-    few, else None; label_count int64 scalar, how many the whole batch has; real_rows, tokens of the whole batch that
-    are in documents; num_label_tokens, what losses are divided by; step, Step; media, Media.
+    Attributes: share, Share; tokens, T as it was given: under tp padding may follow; input_ids int64, of the share's
+    `rows`; labels int64 [T] of this rank's rows, of tp too, or None, IGNORE in padding; labelled_rows int64 [n], those
+    with a label, where no ranks share the pack, the labels came on the host and are few, else None; label_count int64
+    scalar, how many the whole batch has; real_rows, tokens of the whole batch that are in documents; num_label_tokens,
+    what losses are divided by; step, Step; media, Media.
     """
 
-    def __init__(self, batch, config, device, cp=None, depths=0, needs_labels=False, ep=None):
+    def __init__(self, batch, config, device, cp=None, depths=0, needs_labels=False, ep=None, tp=None):
         group = getattr(cp, "group", None)
+        self.tp = tp = TensorParallel() if tp is None else tp
         with alarms.everywhere(group):
             given = _given(batch)
+            self.tokens = len(_tensor(given, "input_ids", 1, integer=True))
+            given = _filled(given, tp.ranks * (1 if group is None else 2 * cp.ranks) if tp.ranks > 1 else 1)
             ids = _tensor(given, "input_ids", 1, integer=True)
             tokens = len(ids)
             pack = _pack(given, tokens, device)
@@ -128,12 +133,13 @@ class Batch:
         self.share = share = Share(ends, plan, depths)
         self.real_rows = int(real.sum())
         padding = share.take(torch.from_numpy(~real), True)
-        padding = padding.to(device) if padding.any() else None
+        padding = tp.own(padding.to(device)) if padding.any() else None
         travel = getattr(ep, "group", None) is not None
         self.step = Step(pack, share.take(self._positions, 0).to(device), padding, plan, travel)
         self.input_ids = share.take(torch.from_numpy(host_ids), 0, None if plan is None else share.rows).to(device)
-        self.labels = None if self._labels is None else share.take(self._labels, IGNORE)
-        self.labelled_rows = few.to(device) if plan is None and few is not None else None
+        self.labels = None if self._labels is None else tp.own(share.take(self._labels, IGNORE))
+        alone = plan is None and tp.group is None
+        self.labelled_rows = few.to(device) if alone and few is not None else None
 
     def ahead(self, k):
         """The `Ahead` of depth k, made from the whole pack: a document's next rows may be another rank's."""
@@ -143,7 +149,7 @@ class Batch:
         )
         device, embedded = labels.device, torch.from_numpy(self.share.embedded(rows))
         labels = labels.masked_fill(~torch.from_numpy(inside).to(device), IGNORE)
-        return Ahead(embedded.to(device), positions.to(device), labels)
+        return Ahead(self.tp.own(embedded).to(device), positions.to(device), self.tp.own(labels))
 
 
 @dataclasses.dataclass
@@ -171,6 +177,22 @@ def _given(batch):
     for key in batch:
         check_known(key, KEYS, "batch.")
     return {key: value for key, value in batch.items() if value is not None}
+
+
+def _filled(given, multiple):
+    """`given` with padding behind the last token, so that `multiple` divides the tokens."""
+    missing = -len(given["input_ids"]) % multiple
+    if not missing:
+        return given
+    if not {"cu_seqlens", "doc_ids"} & given.keys():
+        given = {**given, "cu_seqlens": [0, len(given["input_ids"])]}
+    fills = {"input_ids": 0, "labels": IGNORE, "position_ids": 0, "mm_token_type_ids": TEXT, "doc_ids": 0}
+    more = {}
+    for key in fills.keys() & given.keys():
+        x = given[key]
+        x = x if isinstance(x, torch.Tensor) else torch.as_tensor(np.asarray(x))  # doc_ids may be what Pack takes
+        more[key] = torch.nn.functional.pad(x, (0, missing), value=fills[key])
+    return {**given, **more}
 
 
 def _tensor(given, key, ndim, tokens=None, integer=False):

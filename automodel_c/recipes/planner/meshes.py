@@ -31,8 +31,17 @@ class Choice:
 
 
 def config_of(recipe):
-    """The configuration of a recipe's model; of a published one by its sizes."""
-    return read_config(dry_run.source_of(recipe)[1])
+    """The configuration of a recipe's model; of a published one by its sizes. RecipeError for what is not predicted."""
+    for key in ("tp_size", "pp_size"):
+        if (getattr(recipe.distributed, key) or 1) > 1:
+            found = getattr(recipe.distributed, key)
+            raise RecipeError(f"distributed.{key}={found}: automodel-c plan predicts meshes of dp, cp and ep alone")
+    config = read_config(dry_run.source_of(recipe)[1])
+    if config.tie_word_embeddings:
+        raise RecipeError(
+            "automodel-c plan predicts models whose head is not the embedding; tie_word_embeddings is true"
+        )
+    return config
 
 
 def job_of(recipe, config, world, cp, ep, lengths, frames=()):
