@@ -8,6 +8,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
 
+from automodel_c.parallel import checkpoint_context_fn
+
 from .gates import hold_gates
 from .qwen3_5 import Qwen3_5
 from .qwen3_5.experts import Experts
@@ -25,7 +27,7 @@ def parallelize_qwen3_5(
     ranks but for experts that they share, frozen where it shall be. A Qwen3_5 may be on the meta device:
     qwen3_5.materialise then fills the shards, and no rank ever holds all weights.
     mesh: dimensions "dp" and perhaps "cp". Weights are sharded over both alike, for gradients are parts that sum over
-    both; the model was loaded with the ContextParallel of this rank's "cp" group.
+    both; the model was loaded, or patched, with the ContextParallel of this rank's "cp" group.
     moe_mesh: None, or dimensions "ep_shard" and "ep" over the same ranks in the same order, so that "ep" is innermost;
     the model was loaded with this rank's "ep" group. Weights of experts [E, ..] become DTensors over it, sharded on
     dim 0 over "ep" and on dim 1 over "ep_shard", where FSDP2 sums their gradients: what comes from the ranks of "ep" is
@@ -40,19 +42,21 @@ def parallelize_qwen3_5(
     FSDP2: gate parameters (always fp32), experts that ranks share, vision blocks, vision tower, decoder layers, MTP
     head, root; context parallelism goes on inside forward.
     NotImplementedError for a mesh with other dimensions of more than one rank (tensor and pipeline parallelism are not
-    done here), for "cp", "ep", selective checkpointing and scopes with transformers' model, and for `compile`.
+    done here), for "cp" with a model that was not patched over it, for "ep", selective checkpointing and scopes with
+    transformers' model, and for `compile`.
     ValueError where the model's cp or experts are of other ranks, `moe_mesh` has other dimensions or another order of
     ranks than said, or "ep_shard" does not divide dim 1.
     """
     own = isinstance(model, Qwen3_5)
+    cp = model.cp if own else getattr(vars(model).get("_amcore_report"), "cp", None)
     if compile:
         raise NotImplementedError(
             "distributed.enable_compile=True is not supported: a layer is compiled for one pack's plan, and would be"
             " compiled again for every step's; what compilation fuses, the operators of this package do already"
         )
-    _check_dimensions(mesh, model.cp if own else None)
+    _check_dimensions(mesh, cp)
     _check_experts(model, mesh, moe_mesh)
-    _checkpoint_activations(model, activation_checkpointing, activation_checkpointing_scope)
+    _checkpoint_activations(model, activation_checkpointing, activation_checkpointing_scope, cp)
     gates = hold_gates(model)
     mp_policy = mp_policy or MixedPrecisionPolicy()
     options = {"mesh": _shard_mesh(mesh), **_given(reshard_after_forward=reshard_after_forward)}
@@ -77,7 +81,7 @@ def _given(**options):
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _checkpoint_activations(model, value, scope):
+def _checkpoint_activations(model, value, scope, cp):
     if value not in RECOMPUTE:
         raise ValueError(f"activation_checkpointing is {value!r}, False, True, 'full' or 'selective' is needed")
     if scope not in SCOPES:
@@ -89,7 +93,8 @@ def _checkpoint_activations(model, value, scope):
                 " makes all activations again, or none"
             )
         if value:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            kept = {} if cp is None else {"context_fn": checkpoint_context_fn}
+            model.gradient_checkpointing_enable({"use_reentrant": False, **kept})
         return
     frozen = not any(p.requires_grad for p in model.model.visual.parameters())
     if frozen and scope == "vision":
