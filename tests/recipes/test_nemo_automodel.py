@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -49,7 +50,7 @@ def test_it_trains_unchanged_but_for_those_keys(tmp_path, monkeypatch):
     _train(ROOT / "examples/own_images/recipe.yaml", *options)  # the walk's model, which the recipe names
     said = [f"{key}={value}" for key, value in advice(RECIPE).items()]
     _train(RECIPE, *said, "dataset.path_or_dataset=mine")
-    rows = [json.loads(line) for line in open("runs/nemo_automodel/metrics.jsonl")]
+    rows = [json.loads(x) for x in Path("runs/nemo_automodel/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3, 4] and all(row["loss"] > 0 for row in rows)
 
 
