@@ -10,7 +10,7 @@ ASAN_COPY := automodel_c tests benchmarks csrc examples tools setup.py pyproject
 C_FILES := $(shell git ls-files 'csrc/*.[ch]' 'csrc/*.inc' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.c')
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build demo demo-dp long-run test test-isa asan tsan fuzz leaks lint fix bench cpu-only cuda-report wheel clean
+.PHONY: help venv build demo demo-dp long-run test test-isa asan tsan fuzz leaks lint fix api bench cpu-only cuda-report wheel clean
 
 help: ## print this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' | awk -F'|' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -75,6 +75,9 @@ fix: venv ## format everything
 	$(VENV)/bin/clang-format -i $(C_FILES)
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
+
+api: build ## docs/api.md from docstrings, docs/recipe_keys.md from the recipes' schema
+	$(PY) tools/gen_docs.py
 
 bench: build ## every operator beside its peers; JSON into benchmarks/results
 	for file in benchmarks/ops/bench_*.py; do $(PY) -m benchmarks.ops.$$(basename $$file .py) || exit 1; done

@@ -8,6 +8,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
 
+from automodel_c.parallel import checkpoint_context_fn
+
 from .gates import hold_gates
 from .qwen3_5 import Qwen3_5
 from .qwen3_5.experts import Experts
@@ -28,8 +30,9 @@ def parallelize_qwen3_5(
     ranks but for experts that they share, frozen where it shall be. A Qwen3_5 may be on the meta device:
     qwen3_5.materialise then fills the shards, and no rank ever holds all weights.
     mesh: dimensions "dp" and perhaps "cp" and "tp", in this order. Weights are sharded over all alike, for gradients
-    are parts that sum over all; the model was loaded with the ContextParallel of this rank's "cp" group, and with the
-    TensorParallel of its "tp". Weights that ranks of "tp" split are sharded over the rest, in units of their own.
+    are parts that sum over all; the model was loaded, or patched, with the ContextParallel of this rank's "cp" group,
+    and loaded with the TensorParallel of its "tp". Weights that ranks of "tp" split are sharded over the rest, in units
+    of their own.
     moe_mesh: None, or dimensions "ep_shard" and "ep" over the same ranks in the same order, so that "ep" is innermost;
     the model was loaded with this rank's "ep" group. Weights of experts [E, ..] become DTensors over it, sharded on
     dim 0 over "ep" and on dim 1 over "ep_shard", where FSDP2 sums their gradients: what comes from the ranks of "ep" is
@@ -44,20 +47,21 @@ def parallelize_qwen3_5(
     Order: weights over "tp" and experts over "ep" (the model was loaded so), checkpointing, compilation, FSDP2: gate
     parameters (always fp32), experts that ranks share, weights that ranks split with the norms between them, vision
     blocks, vision tower, decoder layers, MTP head, root; context parallelism goes on inside forward.
-    NotImplementedError for a mesh with other dimensions of more than one rank, for "cp", "tp", "ep", selective
-    checkpointing and scopes with transformers' model, and for `compile`.
+    NotImplementedError for a mesh with other dimensions of more than one rank, for "cp" with a model that was not
+    patched over it, for "tp", "ep", selective checkpointing and scopes with transformers' model, and for `compile`.
     ValueError where the model's cp, tp or experts are of other ranks, `moe_mesh` has other dimensions or another order
     of ranks than said, or a weight that ranks split or share cannot be sharded evenly.
     """
     own = isinstance(model, Qwen3_5)
+    cp = model.cp if own else getattr(vars(model).get("_amcore_report"), "cp", None)
     if compile:
         raise NotImplementedError(
             "distributed.enable_compile=True is not supported: a layer is compiled for one pack's plan, and would be"
             " compiled again for every step's; what compilation fuses, the operators of this package do already"
         )
-    _check_dimensions(mesh, model.cp if own else None, model.tp if own else None)
+    _check_dimensions(mesh, cp, model.tp if own else None)
     _check_experts(model, mesh, moe_mesh)
-    _checkpoint_activations(model, activation_checkpointing, activation_checkpointing_scope)
+    _checkpoint_activations(model, activation_checkpointing, activation_checkpointing_scope, cp)
     gates = hold_gates(model)
     mp_policy = mp_policy or MixedPrecisionPolicy()
     options = {"mesh": _flat(mesh, "dp", "cp", "tp"), **_given(reshard_after_forward=reshard_after_forward)}
@@ -90,7 +94,7 @@ def _given(**options):
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _checkpoint_activations(model, value, scope):
+def _checkpoint_activations(model, value, scope, cp):
     if value not in RECOMPUTE:
         raise ValueError(f"activation_checkpointing is {value!r}, False, True, 'full' or 'selective' is needed")
     if scope not in SCOPES:
@@ -102,7 +106,8 @@ def _checkpoint_activations(model, value, scope):
                 " makes all activations again, or none"
             )
         if value:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            kept = {} if cp is None else {"context_fn": checkpoint_context_fn}
+            model.gradient_checkpointing_enable({"use_reentrant": False, **kept})
         return
     visual = model.model.visual
     frozen = visual is None or not any(p.requires_grad for p in visual.parameters())

@@ -10,7 +10,7 @@ import yaml
 
 from ..keys import check_known
 from .schema import Recipe
-from .targets import check_targets
+from .targets import wrong_targets
 
 # besides its own error, yaml lets through those of bytes, dates and numbers that are none, and of deep nesting
 _NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)
@@ -82,18 +82,30 @@ def load_recipe(path, overrides=()):
     path: a YAML file. overrides: strings `dotted.key=value`, values parsed as YAML.
     Returns a schema.Recipe with output_dir filled in and the grad-sync keys agreed.
     Raises RecipeError for an unknown key (naming the nearest known one), a value of the wrong type or keys
-    that disagree, and NotImplementedError for a known key whose value is not carried out.
+    that disagree, and NotImplementedError for a known key whose value is not carried out. Of several that cannot be
+    read each alone, all are named.
     """
     path = Path(path)
     tree = _read_yaml(path)
     for override in overrides:
         _apply_override(tree, override)
-    recipe = _fill(Recipe, tree, "")
+    wrong = []
+    recipe = _fill(Recipe, tree, "", wrong)
     if recipe.output_dir is None:
         recipe.output_dir = str(Path("runs") / path.stem)
+    wrong += wrong_targets(recipe, RecipeError)
+    _raise(wrong)
     _agree(recipe)
-    check_targets(recipe, RecipeError)
     return recipe
+
+
+def _raise(wrong):
+    """Raises the one exception of `wrong`, or one that says them all."""
+    if len(wrong) == 1:
+        raise wrong[0]
+    if wrong:
+        kind = NotImplementedError if all(isinstance(e, NotImplementedError) for e in wrong) else RecipeError
+        raise kind("\n  ".join([f"{len(wrong)} keys:", *map(str, wrong)]))
 
 
 def _read_yaml(path):
@@ -125,17 +137,22 @@ def _apply_override(tree, override):
     node[last] = value
 
 
-def _fill(cls, tree, where):
-    """A `cls` from a mapping; `where` is the dotted prefix for messages."""
+def _fill(cls, tree, where, wrong):
+    """A `cls` from a mapping; `where` is the dotted prefix for messages. What is wrong with a key goes to `wrong`."""
     if not isinstance(tree, dict):
         raise RecipeError(f"{where.rstrip('.')}: expected a mapping of keys, found {tree!r}")
     fields = {f.name: f for f in dataclasses.fields(cls)}
     hints = typing.get_type_hints(cls)
     values = {}
     for key, value in tree.items():
-        check_known(str(key), fields, where, RecipeError)
-        values[key] = _convert(value, hints[key], where + key)
-        _check_carried_out(values[key], fields[key], where + key)
+        try:
+            check_known(str(key), fields, where, RecipeError)
+            value = _convert(value, hints[key], where + key, wrong)
+            _check_carried_out(value, fields[key], where + key)
+        except (RecipeError, NotImplementedError) as error:
+            wrong.append(error)
+        else:
+            values[key] = value
     return cls(**values)
 
 
@@ -143,10 +160,13 @@ def _check_carried_out(value, field, where):
     accepted = field.metadata.get("accepted")
     if accepted is not None and value not in accepted:
         shown = " or ".join(repr(a) for a in accepted)
-        raise NotImplementedError(f"{where}={value!r} is not supported yet; only {shown} is")
+        instead = {None: "null", False: "false", True: "true"}.get(accepted[0], accepted[0])
+        raise NotImplementedError(
+            f"{where}={value!r} is not supported yet; only {shown} is: leave the key out, or say {where}={instead}"
+        )
 
 
-def _convert(value, hint, where):
+def _convert(value, hint, where, wrong):
     """`value` as the annotation `hint` wants it, or RecipeError."""
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if hint is typing.Any or (value is None and type(None) in options):
@@ -155,7 +175,7 @@ def _convert(value, hint, where):
         return None  # as recipes of NeMo Automodel write it
     for option in options:
         if dataclasses.is_dataclass(option):
-            return _fill(option, {} if value is None else value, where + ".")
+            return _fill(option, {} if value is None else value, where + ".", wrong)
     for option in options:
         found, converted = _convert_plain(value, option)
         if found:

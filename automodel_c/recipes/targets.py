@@ -57,12 +57,22 @@ NOT_YET = {
         "ChunkedCrossEntropy",
         "nemo_automodel.components.loss.chunked_ce.ChunkedCrossEntropy",
     },
+    "dataset": {
+        f"{prefix}make_{name}_dataset"
+        for prefix in ("", "nemo_automodel.components.datasets.vlm.datasets.")
+        for name in ("cord_v2", "medpix", "rdr")
+    },
+}
+INSTEAD = {  # what to say in their place
+    "loss_fn": "{key}=FusedLinearCrossEntropy",
+    "dataset": "{key}=make_chat_jsonl_dataset, and {section}.path_or_dataset=<a JSONL, Parquet or Arrow file, or their"
+    " folder>",
 }
 
 
-def check_targets(recipe, error):
-    """Raises `error` for a `_target_` (or `recipe`) that is in no table, naming the key and the nearest name, and
-    NotImplementedError for one in NOT_YET."""
+def wrong_targets(recipe, error):
+    """A list of exceptions: `error` for each `_target_` (or `recipe`) that is in no table, naming the key and the
+    nearest name, and NotImplementedError for each in NOT_YET, saying what to do."""
     sections = [
         ("recipe", "recipe", recipe.recipe),
         ("rng", "rng._target_", recipe.rng._target_),
@@ -77,13 +87,17 @@ def check_targets(recipe, error):
     ]
     if recipe.validation_dataset is not None:
         sections.append(("dataset", "validation_dataset._target_", recipe.validation_dataset._target_))
+    wrong = []
     for section, key, name in sections:
         known = TARGETS[section]
         if name in NOT_YET.get(section, ()):
-            raise NotImplementedError(f"{key}={name!r} is not supported yet; only {' or '.join(map(repr, known))} is")
-        if name not in known:
+            instead = INSTEAD[section].format(key=key, section=key.partition(".")[0])
+            shown = " or ".join(map(repr, known))
+            wrong.append(NotImplementedError(f"{key}={name!r} is not supported yet; only {shown} is: say {instead}"))
+        elif name not in known:
             near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)[0]
-            raise error(f"{key}: unknown name {name!r}; the nearest known one is {near!r}")
+            wrong.append(error(f"{key}: unknown name {name!r}; the nearest known one is {near!r}"))
+    return wrong
 
 
 def resolve(section, name):

@@ -6,6 +6,7 @@ from pathlib import Path
 from tests.lint.source import ROOT
 
 sys.path.insert(0, str(ROOT / "tools"))
+import gen_docs
 import gen_wgmma
 import ptxas_table
 
@@ -38,3 +39,7 @@ def test_a_spill_fails(monkeypatch, capsys):
 
 def test_generated_file_is_fresh(capsys):
     assert gen_wgmma.main(["--check"]) == 0, capsys.readouterr().out
+
+
+def test_generated_pages_are_fresh(capsys):
+    assert gen_docs.main(["--check"]) == 0, capsys.readouterr().out

@@ -137,9 +137,10 @@ def test_auxiliary_loss_is_transformers_with_indexed_masks_too():
     torch.testing.assert_close(both.aux_loss, first.aux_loss)
 
 
-def test_checkpointing_gives_the_same_bits():
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_checkpointing_makes_every_layer_again_and_gives_the_same_bits(family):
     documents = models.uneven()
-    model = models.build()
+    model = models.build(family)
     automodel_c.patch_transformers(model)
     expected = models.run(model, models.pack(documents))
     with warnings.catch_warnings():
@@ -150,7 +151,11 @@ def test_checkpointing_gives_the_same_bits():
     loss = model(**models.pack(documents)).loss
     model(**other).loss.backward()  # another forward and backward before this one's recomputation
     model.zero_grad()
+    again = []
+    for layer in model.model.language_model.layers:
+        layer.mlp.register_forward_pre_hook(lambda module, args: again.append(module))
     loss.backward()
+    assert again == [layer.mlp for layer in reversed(model.model.language_model.layers)]
     for name, p in model.named_parameters():
         grad = torch.zeros_like(p) if p.grad is None else p.grad
         assert torch.equal(grad, expected[name]), name

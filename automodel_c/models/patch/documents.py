@@ -3,39 +3,79 @@
 import numpy as np
 import torch
 
+from automodel_c import ops, parallel
 from automodel_c.partition import Pack
 
 PLAN = "amcore_plan"  # the keyword that carries a TextPlan through transformers' code
 
 
 class TextPlan:
-    """A batch's documents, made once a forward and handed to the layers, which keep it for their recomputation.
+    """A batch's documents, made once a forward and handed to the layers, which keep it for their recomputation, and
+    what mixes tokens inside them.
 
     Attributes:
         pack: Pack over the flattened tokens [B * L].
-        positions: int64 [3, B * L].
+        positions: int64 [3, T], those of the T rows that this rank holds: B * L, or its shard.
         rope: keyword arguments of `ops.mrope`, or None where transformers' cosines are used.
         packed: whether a row of the batch holds more than one document.
-        padding: bool [B * L], true for padding, None when there is none.
+        padding: bool [T], true for padding, None when there is none.
         row_mask: bool [B, L] of real tokens where rows hold one document each and some padding, otherwise None.
         router_logits: whether transformers records the routers' logits.
+        cp, over: the ContextParallel whose ranks share the batch and its ContextPlan, or None and None.
     """
 
-    def __init__(self, pack, shape, positions, rope, router_logits=False):
-        self.pack, self.shape, self.positions, self.rope = pack, shape, positions, rope
+    def __init__(self, pack, shape, positions, rope, router_logits=False, cp=None):
+        self.pack, self.shape, self.rope, self.cp = pack, shape, rope, cp
         self.router_logits = router_logits
         tokens, length = shape[0] * shape[1], shape[1]
         docs = pack.docs[pack.lengths > 0]
         rows = docs[:, 0] // max(length, 1)
         self.packed = len(np.unique(rows)) < len(rows)
-        self.padding = None if pack.num_real == tokens else ~self._real().to(positions.device)
-        self.row_mask = None if self.packed or self.padding is None else ~self.padding.view(shape)
+        ids = self._ids()
+        self.over = None if cp is None else cp.plan(doc_ids=ids, tokens=tokens)
+        if cp is not None:
+            self.over.use()
+        self.positions = self.take(positions.t()).t()
+        real = self.take(torch.from_numpy(ids > 0))
+        self.padding = None if real.all() else ~real.to(positions.device)
+        self.row_mask = None if self.packed or self.padding is None or cp is not None else ~self.padding.view(shape)
 
-    def _real(self):
-        real = np.zeros(self.shape[0] * self.shape[1], dtype=bool)
-        for start, end in self.pack.docs.tolist():
-            real[start:end] = True
-        return torch.from_numpy(real)
+    def _ids(self):
+        ids = np.zeros(self.shape[0] * self.shape[1], dtype=np.int64)
+        for index, (start, end) in enumerate(self.pack.docs.tolist(), 1):
+            ids[start:end] = index
+        return ids
+
+    def take(self, x, fill=0):
+        """This rank's rows of x [B * L, ..], `fill` in those that only make the shards equal; all of them on one."""
+        return x if self.cp is None else _between_ranks(self.cp.shard, x, self.over, fill)
+
+    def whole(self, x):
+        """x [B * L, ..] of every rank's own rows."""
+        return x if self.cp is None else _between_ranks(self.cp.gather, x, self.over)
+
+    def attention(self, q, k, v, scale):
+        """Causal attention inside every document, [T, Hq, D]."""
+        if self.over is None:
+            return ops.attention(q, k, v, pack=self.pack, causal=True, scale=scale)
+        return _between_ranks(parallel.attention, q, k, v, self.over, causal=True, scale=scale)
+
+    def causal_conv1d(self, x, weight, bias):
+        """The short convolution with its SiLU, [T, C]."""
+        if self.over is None:
+            return ops.causal_conv1d(x, weight, bias=bias, activation="silu", pack=self.pack)[0]
+        return _between_ranks(parallel.causal_conv1d, x, weight, self.over, bias=bias, activation="silu")
+
+    def gated_delta_rule(self, q, k, v, g, beta):
+        """The recurrence of every document, [T, Hv, Dv]."""
+        if self.over is None:
+            return ops.gated_delta_rule(q, k, v, g, beta, pack=self.pack)[0]
+        return _between_ranks(parallel.gated_delta_rule, q, k, v, g, beta, self.over)
+
+
+@torch.compiler.disable(recursive=True)  # plans, and ranks that wait for each other
+def _between_ranks(function, *args, **options):
+    return function(*args, **options)
 
 
 def find_documents(shape, *, position_ids=None, attention_mask=None, cu_seqlens=None):

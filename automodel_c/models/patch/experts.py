@@ -1,6 +1,10 @@
 """Forwards of the sparse MoE block and of the layer that tells it what is padding; `self` is transformers' module."""
 
+import functools
+
+import torch
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from automodel_c import ops
 
@@ -46,6 +50,20 @@ def decoder_layer(self, hidden_states, *args, attention_mask=None, **kwargs):
     plan = kwargs.get(PLAN)
     if plan is None or args:
         return type(self).forward(self, hidden_states, *args, attention_mask=attention_mask, **kwargs)
+    if _checkpoints_its_forward(self):
+        kwargs |= {name: None for name in ("cache", "past_key_values") if name in kwargs}
+        run = functools.partial(_layer, self, plan, attention_mask=attention_mask, **kwargs)
+        return self._gradient_checkpointing_func(run, hidden_states)
+    return _layer(self, plan, hidden_states, attention_mask=attention_mask, **kwargs)
+
+
+def _checkpoints_its_forward(self):
+    """Newer transformers checkpoints inside the forward that this module's replaces, older around it."""
+    inside = "__call__" not in vars(GradientCheckpointingLayer)
+    return inside and self.gradient_checkpointing and self.training and torch.is_grad_enabled()
+
+
+def _layer(self, plan, hidden_states, *, attention_mask, **kwargs):
     normed = self.input_layernorm(hidden_states)
     if hasattr(self, "linear_attn"):
         kwargs = {k: v for k, v in kwargs.items() if k not in ("position_embeddings", "position_ids")}

@@ -5,18 +5,22 @@ import dataclasses
 import torch
 
 from automodel_c import ops
+from automodel_c.models.qwen3_5.experts import over_ranks
 
-from .request import REQUEST, keep_mask, take_request
+from .request import REQUEST, keep_mask, on_every_rank, shared_by, take_request
 
 
+@on_every_rank
 def inner_model(self, *args, attention_mask=None, **kwargs):
     """The multimodal model below the head: carries the request to the text model."""
     request, kwargs = take_request(kwargs)
     args, attention_mask = _mask_from(args, attention_mask)
+    attention_mask = request.attention_mask if attention_mask is None else attention_mask
     kwargs |= {"attention_mask": keep_mask(request, attention_mask), REQUEST: request}
     return type(self).forward(self, *args, **kwargs)
 
 
+@on_every_rank
 def causal_lm(self, *args, attention_mask=None, labels=None, logits_to_keep=0, return_dict=None, **kwargs):
     """transformers' forward; with labels, `loss` is `ops.linear_cross_entropy` per document and `logits` is None.
 
@@ -26,14 +30,21 @@ def causal_lm(self, *args, attention_mask=None, labels=None, logits_to_keep=0, r
     """
     request, kwargs = take_request(kwargs)
     args, attention_mask = _mask_from(args, attention_mask)
-    kwargs |= {"attention_mask": keep_mask(request, attention_mask), REQUEST: request}
-    if labels is None:
+    mask, shared = keep_mask(request, attention_mask), shared_by(self) is not None
+    if shared:  # goes around transformers' auxiliary loss, which would weigh a rank's rows by it
+        request.attention_mask, mask = mask if request.attention_mask is None else request.attention_mask, None
+    kwargs |= {"attention_mask": mask, REQUEST: request}
+    if labels is None and not shared:
         return type(self).forward(self, *args, logits_to_keep=logits_to_keep, return_dict=return_dict, **kwargs)
+    request.keep = []
+    if labels is None:
+        outputs = type(self).forward(self, *args, logits_to_keep=logits_to_keep, return_dict=True, **kwargs)
+        return _changed(self, outputs, return_dict, aux_loss=_aux_loss(self, outputs, request.keep[0][1]))
     if not isinstance(logits_to_keep, int) or logits_to_keep:
         raise ValueError("logits_to_keep goes without labels: a patched model makes no logits for its loss")
-    request.keep = []
     if "_amcore_report" not in vars(self.lm_head):
         return _transformers_loss(self, args, labels, return_dict, request, kwargs)
+    request.makes_loss = True
     shifted, count = kwargs.pop("shift_labels", None), kwargs.pop("num_items_in_batch", None)
     ignore_index = kwargs.pop("ignore_index", -100)
     nothing = torch.empty(0, dtype=torch.int64, device=labels.device)
@@ -41,13 +52,43 @@ def causal_lm(self, *args, attention_mask=None, labels=None, logits_to_keep=0, r
     ((hidden, plan),) = request.keep
     if shifted is None:
         shifted = shift_in_documents(labels, plan.pack, ignore_index)
-    loss = self.lm_head(hidden.flatten(0, 1), labels=shifted.reshape(-1), count=count, ignore_index=ignore_index)
-    if getattr(outputs, "aux_loss", None) is not None:
-        loss = loss + self.config.get_text_config().router_aux_loss_coef * outputs.aux_loss
-    fields = {f.name: getattr(outputs, f.name) for f in dataclasses.fields(outputs)}
-    outputs = type(outputs)(**fields | {"loss": loss, "logits": None})
+    if count is None and shared:
+        count = (shifted != ignore_index).sum()
+    own = plan.take(shifted.reshape(-1), ignore_index)
+    loss = self.lm_head(hidden.flatten(0, 1), labels=own, count=count, ignore_index=ignore_index)
+    aux_loss = _aux_loss(self, outputs, plan)
+    if aux_loss is not None:
+        loss = loss + self.config.get_text_config().router_aux_loss_coef * aux_loss
+    return _changed(self, outputs, return_dict, loss=loss, logits=None, aux_loss=aux_loss)
+
+
+def _changed(self, outputs, return_dict, **fields):
+    """transformers' outputs with other `fields`, as a tuple where that is asked for."""
+    there = {f.name: getattr(outputs, f.name) for f in dataclasses.fields(outputs)}
+    outputs = type(outputs)(**there | {name: value for name, value in fields.items() if name in there})
     wants_dict = self.config.return_dict if return_dict is None else return_dict
     return outputs if wants_dict else outputs.to_tuple()
+
+
+def _aux_loss(self, outputs, plan):
+    """transformers' auxiliary loss; over ranks this rank's part of it, for transformers' own is of its rows alone."""
+    found = getattr(outputs, "aux_loss", None)
+    if found is None or plan.cp is None:
+        return found
+    config = self.config.get_text_config()
+    stats = [_router_stats(logits, config.num_experts_per_tok, plan.padding) for logits in outputs.router_logits]
+    return ops.load_balancing_loss(over_ranks(stats, plan.over, plan.pack.num_real))
+
+
+@torch.compiler.disable(recursive=True)
+def _router_stats(logits, top_k, padding):
+    """(load int64 [E], prob_sum float32 [E], real rows) of a layer's logits [T, E], as `ops.moe` returns them."""
+    logits = logits.reshape(-1, logits.shape[-1])
+    if padding is not None:
+        logits = logits[~padding]
+    probs = logits.float().softmax(-1)
+    load = probs.topk(top_k, dim=-1).indices.flatten().bincount(minlength=probs.shape[-1])
+    return load, probs.sum(0), torch.tensor(len(probs), device=logits.device)
 
 
 def _transformers_loss(self, args, labels, return_dict, request, kwargs):

@@ -27,10 +27,11 @@ class Report:
     Attributes:
         swapped: list of (module path, what, by what).
         left: list of (module path, what, why).
+        cp: the ContextParallel whose ranks share a batch, or None.
     """
 
-    def __init__(self, root):
-        self.swapped, self.left = [], []
+    def __init__(self, root, cp=None):
+        self.swapped, self.left, self.cp = [], [], cp
         self.root, self._modules = root, []
         root._amcore_report = self
 

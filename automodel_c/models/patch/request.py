@@ -1,14 +1,39 @@
 """What a call of the whole model asks of its text model, carried through transformers' code as one keyword."""
 
+import functools
+
+from automodel_c.parallel import alarms
+
 REQUEST = "amcore_request"
 _FLASH = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
 class Request:
-    """Attributes: cu_seqlens; attention_mask, as the caller gave it; keep, a list that takes (hidden states, plan)."""
+    """Attributes: cu_seqlens; attention_mask, as the caller gave it; keep, a list that takes (hidden states of this
+    rank's rows, plan); makes_loss, whether nobody else reads them."""
 
     def __init__(self):
         self.cu_seqlens = self.attention_mask = self.keep = None
+        self.makes_loss = False
+
+
+def shared_by(module):
+    """The ContextParallel whose ranks share a patched module's batches, or None."""
+    return vars(module)["_amcore_report"].cp
+
+
+def on_every_rank(function):
+    """A forward that, where ranks share the batch and one of them raises, makes all of them raise."""
+
+    @functools.wraps(function)
+    def call(self, *args, **kwargs):
+        cp = shared_by(self)
+        if cp is None:
+            return function(self, *args, **kwargs)
+        with alarms.everywhere(cp.group):
+            return function(self, *args, **kwargs)
+
+    return call
 
 
 def take_request(kwargs):

@@ -19,6 +19,13 @@ def family_name(module):
     return ""
 
 
+def left_between_ranks(report):
+    """What transformers' code would do with a rank's rows alone where it needs the other ranks', of `report.left`."""
+    mixers = ("documents of a pack", "gated delta rule, convolution", "loss")
+    text = [("attention", "self_attn"), *((what, "") for what in mixers)]
+    return [left for left in report.left if any(left.what == w and left.path.endswith(end) for w, end in text)]
+
+
 def _cannot(module):
     if "forward" in vars(module):
         return "its forward is replaced already"
@@ -90,12 +97,12 @@ def _text_model(report, path, module):
         report.leave(path, "documents of a pack", why)
         return
     report.bind(module, text.text_model)
-    report.swap(path, "documents of a pack", "Pack")
+    report.swap(path, "documents of a pack", "Pack" if report.cp is None else "ContextParallel.plan")
     full = [(f"{path}.layers.{i}.self_attn".lstrip("."), m.self_attn) for i, m in _layers(module, "self_attn")]
     why = _attention_misfit(module.config, [m for _, m in full])
     _, no_rope = text.rope_settings(module.config)
     for name, attention in full:
-        if _swap(report, name, attention, "attention", "ops.attention", text.attention, unless=why):
+        if _swap(report, name, attention, "attention", f"{_mixer(report)}.attention", text.attention, unless=why):
             report.swap(name, "sigmoid gate", "ops.sigmoid_gate")
             _report_rope(report, name, "mRoPE", "ops.mrope", no_rope)
     for i, layer in _layers(module, "linear_attn"):
@@ -130,10 +137,15 @@ def _gated_delta_net(report, path, module):
         report.leave(path, "gated delta rule, convolution", misfit)
         return
     report.bind(module, gated_delta_net.gated_delta_net)
-    report.swap(path, "causal convolution", "ops.causal_conv1d")
+    report.swap(path, "causal convolution", f"{_mixer(report)}.causal_conv1d")
     report.swap(path, "decay and write gates", "ops.gdn_gate")
-    report.swap(path, "gated delta rule", "ops.gated_delta_rule")
-    report.leave(path, "generation", "a cache is filled and read by transformers' code, whose versions lay it out")
+    report.swap(path, "gated delta rule", f"{_mixer(report)}.gated_delta_rule")
+    why = "a cache is filled and read by transformers' code, whose versions lay it out"
+    report.leave(path, "generation", why if report.cp is None else "ranks that share a batch have no cache")
+
+
+def _mixer(report):
+    return "ops" if report.cp is None else "parallel"
 
 
 def _tower(report, path, module):
@@ -143,6 +155,8 @@ def _tower(report, path, module):
     why = why or next(filter(None, (_cannot(m) for m in (module, *(b.attn for _, b in blocks)))), None)
     if not why:
         report.bind(module, tower.vision_model)
+    if report.cp is not None:
+        report.leave(path, "frames", f"each of the {report.cp.ranks} ranks runs all of them")
     _, no_rope = tower.rope_theta(module)
     for name, block in blocks:
         if _swap(report, f"{name}.attn", block.attn, "attention", "ops.attention", tower.vision_attention, unless=why):

@@ -1,6 +1,6 @@
 """Forwards of the text model and its attention; `self` is transformers' module.
 
-Letters: B rows of the batch, L their length, T = B * L tokens, H hidden size.
+Letters: B rows of the batch, L their length, T tokens (B * L, or a rank's shard of them), H hidden size.
 """
 
 import sys
@@ -11,11 +11,13 @@ from automodel_c import ops
 
 from . import gated_delta_net
 from .documents import PLAN, TextPlan, find_documents, three_axes
-from .request import take_request
+from .request import on_every_rank, shared_by, take_request
 
 
+@on_every_rank
 def text_model(self, *args, input_ids=None, inputs_embeds=None, position_ids=None, attention_mask=None, **kwargs):
-    """Hands the layers a TextPlan in place of masks; transformers' own code where a cache already holds tokens."""
+    """Hands the layers a TextPlan in place of masks; transformers' own code where a cache already holds tokens. Over
+    ranks the layers get this rank's rows [1, T], and what comes back is whole where no loss is made of it."""
     request, kwargs = take_request(kwargs)
     if args:
         input_ids, *args = args
@@ -32,8 +34,10 @@ def text_model(self, *args, input_ids=None, inputs_embeds=None, position_ids=Non
     if cache is not None and cache.get_seq_length() > 0:
         if request.cu_seqlens is not None:
             raise ValueError("cu_seqlens goes with no cache that holds tokens")
+        if shared_by(self) is not None:
+            raise ValueError("use_cache: ranks that share a batch have no cache")
         return type(self).forward(self, **inputs, position_ids=position_ids, attention_mask=attention_mask, **kwargs)
-    _refuse_weights(self, kwargs)
+    _refuse_outputs(self, kwargs)
     tokens = input_ids if inputs_embeds is None else inputs_embeds
     if tokens is None:
         raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
@@ -43,9 +47,25 @@ def text_model(self, *args, input_ids=None, inputs_embeds=None, position_ids=Non
     kwargs[PLAN] = plan
     if attends_here(self):
         attention_mask = None
+    if plan.cp is not None:
+        inputs, positions = _own_rows(plan, inputs)
     outputs = type(self).forward(self, **inputs, position_ids=positions, attention_mask=attention_mask, **kwargs)
     if request.keep is not None:
         request.keep.append((outputs[0], plan))
+    return outputs if plan.cp is None or request.makes_loss else _whole(plan, outputs)
+
+
+def _own_rows(plan, inputs):
+    """(input_ids or inputs_embeds of this rank's rows [1, T, ..], positions [3, 1, T])."""
+    own = {name: None if x is None else plan.take(x.flatten(0, 1))[None] for name, x in inputs.items()}
+    return own, plan.positions[:, None]
+
+
+def _whole(plan, outputs):
+    hidden = plan.whole(outputs[0][0]).unflatten(0, plan.shape)
+    if isinstance(outputs, tuple):
+        return hidden, *outputs[1:]
+    outputs.last_hidden_state = hidden
     return outputs
 
 
@@ -56,10 +76,10 @@ def attends_here(self):
 
 @torch.compiler.disable(recursive=True)  # NumPy on the host
 def _plan(self, tokens, position_ids, mask, cu_seqlens, router_logits):
-    shape = tuple(tokens.shape[:2])
+    shape, cp = tuple(tokens.shape[:2]), shared_by(self)
     deciding, positions = three_axes(position_ids, shape, tokens.device)
     pack = find_documents(shape, position_ids=deciding, attention_mask=mask, cu_seqlens=cu_seqlens).to(tokens.device)
-    plan = TextPlan(pack, shape, positions.reshape(3, -1), rope_settings(self.config)[0], router_logits)
+    plan = TextPlan(pack, shape, positions.reshape(3, -1), rope_settings(self.config)[0], router_logits, cp)
     if plan.packed:
         _refuse_packs(self)
     return plan, positions
@@ -73,21 +93,24 @@ def _refuse_packs(self):
         raise NotImplementedError("this model's gated delta nets are not swapped (see the report): it takes no packs")
 
 
-def _refuse_weights(self, kwargs):
-    wanted = kwargs.get("output_attentions")
-    if wanted or (wanted is None and getattr(self.config, "output_attentions", False)):
+def _refuse_outputs(self, kwargs):
+    def wanted(name):
+        asked = kwargs.get(name)
+        return getattr(self.config, name, False) if asked is None else asked
+
+    if wanted("output_attentions"):
         raise ValueError("output_attentions: the patched attention makes no weights; call undo() on the report first")
+    if wanted("output_hidden_states") and shared_by(self) is not None:
+        raise ValueError("output_hidden_states: of ranks that share a batch each has its own rows' alone")
 
 
 def _without_cache(self, kwargs, plan, cache):
     """kwargs with use_cache off where nobody can use a cache: in training, and for packs."""
-    if plan.packed and (cache is not None or kwargs.get("use_cache")):
-        raise ValueError("use_cache: a row that holds several documents has no cache")
-    if (
-        cache is None
-        and kwargs.get("use_cache") is None
-        and (plan.packed or (self.training and torch.is_grad_enabled()))
-    ):
+    never = plan.packed or plan.cp is not None
+    if never and (cache is not None or kwargs.get("use_cache")):
+        why = "a row that holds several documents has" if plan.packed else "ranks that share a batch have"
+        raise ValueError(f"use_cache: {why} no cache")
+    if cache is None and kwargs.get("use_cache") is None and (never or (self.training and torch.is_grad_enabled())):
         kwargs["use_cache"] = False
     return kwargs
 
@@ -118,7 +141,7 @@ def attention(self, hidden_states, position_embeddings, attention_mask=None, **k
     cache = kwargs.get("cache", kwargs.get("past_key_values"))
     if cache is not None:
         cache.update(*(_heads_first(x, hidden_states) for x in (k, v)), self.layer_idx)
-    out = ops.attention(q, k, v, pack=plan.pack, causal=True, scale=self.scaling)
+    out = plan.attention(q, k, v, self.scaling)
     out = ops.sigmoid_gate(out, gate).view(*hidden_states.shape[:2], -1)
     return self.o_proj(out), None
 
