@@ -20,7 +20,7 @@ from ..models.parallelize import parallelize_qwen3_5
 from ..parallel import ContextParallel
 from . import parts
 from .calls import calls_of
-from .checkpoint import Checkpoints, checkpoints_of, load_checkpoint, step_folder
+from .checkpoint import Checkpoints, checkpoints_of, load_checkpoint, sound_folder
 from .config import frame_sharding
 from .evaluate import evaluate
 from .metrics import MetricsLog, Progress, memory_gib
@@ -109,7 +109,7 @@ def build(recipe, runtime):
         raise ValueError("freeze_config freezes every parameter")
     section = recipe.checkpoint
     folder = checkpoints_of(recipe)
-    restored = step_folder(section.restore_from, folder) if section.restore_from else None
+    restored = sound_folder(section.restore_from, folder) if section.restore_from else None
     seed_model(recipe)
     materialise(model, runtime.device, weights=not restored)
     optimizer = parts.build_optimizer([p for p in model.parameters() if p.requires_grad], recipe.optimizer)
