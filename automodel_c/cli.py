@@ -188,11 +188,14 @@ def _dry_run(recipe, arguments):
 
 def _train_here(recipe, check):
     from .recipes.finetune_vlm import UsageError, train
+    from .recipes.stopping import EXIT_STATUS, Stopped
 
     try:
         train(recipe, check=check)
     except UsageError as error:
         return _complain(error)
+    except Stopped:
+        return EXIT_STATUS
     return 0
 
 

@@ -30,6 +30,7 @@ from .runtime import UsageError, seed_model, seed_training, start_ranks
 from .schedule import LrSchedule
 from .schema import Recipe
 from .step import train_step
+from .stopping import Stopped, asked_to_stop
 from .targets import resolve
 
 
@@ -49,6 +50,8 @@ class Run:
     output: Path
     checkpoints: Checkpoints | None
     reads: list  # bytes of the model's files that each rank has read, [] where the weights come from elsewhere
+    asked: object = False  # true once this rank is asked to stop
+    stopped: Stopped | None = None
 
     @property
     def data_order(self):
@@ -58,15 +61,20 @@ class Run:
 def train(recipe, *, check=False):
     """Runs a schema.Recipe on this rank; with check, builds everything and stops before the first step.
 
-    Returns the Evaluation of the held-out data, None when the recipe names none or with check.
+    Returns the Evaluation of the held-out data, None when the recipe names none or with check. Raises Stopped where
+    SIGTERM to any rank ended it early.
     """
     transformers_logging.set_verbosity_error()  # on a CPU it advises kernels that are for GPUs
-    with start_ranks(recipe) as runtime, parts.guard():
+    with asked_to_stop() as asked, start_ranks(recipe) as runtime, parts.guard():
         run = _build_or_complain(recipe, runtime)
+        run.asked = asked
         if check:
             _say(run, f"recipe is fine: {describe(run)}")
             return None
-        return fit(run)
+        evaluation = fit(run)
+    if run.stopped:  # every rank's end, and no failure
+        raise run.stopped
+    return evaluation
 
 
 def _build_or_complain(recipe, runtime):
@@ -222,7 +230,8 @@ def _sampler(recipe, samples, runtime, first_step):
 
 
 def fit(run):
-    """Trains a Run to its last step and writes its output. Returns the last Evaluation, None without held-out data."""
+    """Trains a Run to its last step and writes its output. Returns the last Evaluation, None without held-out data, or
+    where the run was stopped."""
     _say(run, describe(run))
     if isinstance(run.dataset, PackedDataset):
         _say(run, run.dataset.describe())
@@ -237,6 +246,9 @@ def fit(run):
         gc.enable()
         if run.checkpoints is not None:
             run.checkpoints.close(failed=failed)
+    if run.stopped:
+        _say(run, str(run.stopped))
+        return None
     if evaluation is None and run.held_out is not None:
         evaluation = _evaluate(run, run.sampler.steps, logs)
     if run.recipe.checkpoint.enabled and run.recipe.checkpoint.save_consolidated:
@@ -257,11 +269,17 @@ def _loop(run, logs):
     evaluation = None
     for step in range(sampler.first_step + 1, sampler.steps + 1):
         batches = [next(microbatches) for _ in range(sampler.microbatches)]
-        result = _step(run, step, batches)
+        try:
+            result = _step(run, step, batches)
+        except FloatingPointError as error:
+            raise FloatingPointError(f"step {step}: {error}") from error
         row = _row(run, step, result, progress.step_seconds())
         if runtime.is_main:
             logs[0].append(row)
             progress.show(row)
+        if result.stop and step < sampler.steps:
+            run.stopped = Stopped(step, _save(run, step) if run.checkpoints is not None else None)
+            break
         evaluation = _after_step(run, step, logs)
         progress.skip()
     progress.close()
@@ -309,6 +327,7 @@ def _step(run, step, batches):
         runtime=run.runtime,
         per_microbatch=recipe.pipeline.reduce_grad_per_microbatch,
         fused=resolve("loss_fn", recipe.loss_fn._target_) == "fused_linear",
+        stop=bool(run.asked),
     )
 
 
@@ -335,16 +354,14 @@ def _after_step(run, step, logs):
         evaluation = _evaluate(run, step, logs)
     epoch = run.sampler.steps_per_epoch if steps.save_checkpoint_every_epoch else None
     if run.checkpoints is not None and (last or _due(step, steps.ckpt_every_steps) or _due(step, epoch)):
-        run.checkpoints.save(
-            step,
-            run.model,
-            run.optimizer,
-            data=run.data_order,
-            held_out=None if evaluation is None else evaluation.loss,
-        )
+        _save(run, step, held_out=None if evaluation is None else evaluation.loss)
     if _due(step, steps.gc_every_steps):
         gc.collect()
     return evaluation
+
+
+def _save(run, step, held_out=None):
+    return run.checkpoints.save(step, run.model, run.optimizer, data=run.data_order, held_out=held_out)
 
 
 def _evaluate(run, step, logs):

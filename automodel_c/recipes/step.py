@@ -13,7 +13,7 @@ from .calls import calls_of
 @dataclass
 class StepResult:
     """What one step did, the same on all ranks: loss is the mean cross-entropy a label over the global batch; aux_loss
-    and mtp_loss are unweighted, None where the model has none."""
+    and mtp_loss are unweighted, None where the model has none; stop is whether any rank was asked to."""
 
     loss: float
     aux_loss: float | None
@@ -21,6 +21,7 @@ class StepResult:
     grad_norm: float
     labels: int
     tokens: int
+    stop: bool = False
 
 
 def global_counts(model, batches, runtime):
@@ -57,22 +58,36 @@ def accumulate_gradients(model, batches, labels, *, runtime, per_microbatch, fus
     return sums
 
 
-def train_step(
-    model, optimizer, batches, *, lr, max_norm, runtime, per_microbatch, fused=False, weight_decay=None
-):  # fmt: skip
-    """One step at learning rate `lr`, and with `weight_decay` (None: the optimizer's). Returns a StepResult.
+def _whose(losses, runtime):
+    """Which ranks' parts of the losses are no numbers, in words, the same on all ranks."""
+    told = [None] * runtime.world
+    dist.all_gather_object(told, bool(torch.isfinite(losses).all()))
+    ranks = [str(rank) for rank, finite in enumerate(told) if not finite]
+    return f"the loss is not on rank {', '.join(ranks)}" if ranks else "the loss is on every rank"
 
-    FloatingPointError before the weights are touched when loss or gradient norm is not finite.
+
+def train_step(
+    model, optimizer, batches, *, lr, max_norm, runtime, per_microbatch, fused=False, weight_decay=None,
+    stop=False,
+):  # fmt: skip
+    """One step at learning rate `lr`, and with `weight_decay` (None: the optimizer's). Returns a StepResult. stop:
+    whether this rank was asked to.
+
+    FloatingPointError before the weights are touched when loss or gradient norm is not finite: it names the ranks whose
+    part of the loss is not.
     """
     labels, tokens = global_counts(model, batches, runtime)
     sums = accumulate_gradients(model, batches, labels, runtime=runtime, per_microbatch=per_microbatch, fused=fused)
-    losses = torch.stack(list(sums.values()))  # the model decides which there are, so all ranks have the same
+    mine = torch.stack(list(sums.values()))  # the model decides which there are, so all ranks have the same
+    losses = torch.cat([mine, mine.new_full((1,), float(stop))])
     dist.all_reduce(losses)
     grad_norm = parts.clip_gradients([p for p in model.parameters() if p.requires_grad], max_norm)
-    told = dict(zip(sums, losses.tolist(), strict=True))
-    result = StepResult(told["lm"], told.get("aux"), told.get("mtp"), float(grad_norm), labels, tokens)
+    *values, asked = losses.tolist()
+    told = dict(zip(sums, values, strict=True))
+    result = StepResult(told["lm"], told.get("aux"), told.get("mtp"), float(grad_norm), labels, tokens, asked > 0)
     if not all(map(torch.isfinite, (losses.sum(), grad_norm))):
-        raise FloatingPointError(f"loss {result.loss} and gradient norm {result.grad_norm} must be finite")
+        found = f"loss {result.loss} and gradient norm {result.grad_norm} must be finite"
+        raise FloatingPointError(f"{found}; {_whose(mine, runtime)}")
     for group in optimizer.param_groups:
         group["lr"] = lr
         if weight_decay is not None:
