@@ -1,4 +1,4 @@
-"""The command line: automodel-c train | export | plan | bench | doctor."""
+"""The command line: automodel-c train | export | verify | plan | bench | doctor."""
 
 import argparse
 import os
@@ -9,6 +9,7 @@ from pathlib import Path
 from . import __version__
 from .diagnosis import doctor, report
 from .keys import check_known
+from .sums import SUMS, differences, read_sums
 
 USAGE_ERROR = 2
 _TRAIN_MODULES = ("torch", "transformers", "safetensors", "yaml", "tqdm", "PIL", "matplotlib", "sklearn", "tokenizers")
@@ -35,7 +36,7 @@ def main(argv=None):
 def _parser():
     parser = argparse.ArgumentParser(prog="automodel-c", description="Fine-tune Qwen3.5 vision-language models.")
     parser.add_argument("--version", action="version", version=f"automodel-c {__version__}")
-    verbs = parser.add_subparsers(required=True, metavar="train | export | plan | bench | doctor")
+    verbs = parser.add_subparsers(required=True, metavar="train | export | verify | plan | bench | doctor")
     train = verbs.add_parser("train", help="train by a recipe", description="Trains by a recipe (YAML).")
     train.add_argument("recipe", help="a YAML file, such as examples/digits_cp2.yaml")
     train.add_argument("overrides", nargs="*", metavar="key=value", help="recipe keys to set: optimizer.lr=1e-3")
@@ -49,6 +50,9 @@ def _parser():
     export.add_argument("folder", help="the directory to write: safetensors, config.json, the processor's files")
     export.add_argument("overrides", nargs="*", metavar="key=value", help="recipe keys to set, as the run had them")
     export.set_defaults(run=_export)
+    verify = verbs.add_parser("verify", help="check the files of checkpoints and exports", description=_VERIFY)
+    verify.add_argument("folders", nargs="+", metavar="folder", help="such as runs/digits/checkpoints/step_200")
+    verify.set_defaults(run=_verify)
     _add_plan(verbs.add_parser("plan", help="say what a run would take, or how a pack is spread", description=_PLAN))
     bench = verbs.add_parser("bench", help="time operators beside their peers", description=_BENCH)
     bench.add_argument("names", nargs="*", metavar="name", help="such as attention or step; none: list them")
@@ -59,6 +63,7 @@ def _parser():
 
 
 _EXPORT = "Writes the model of a training checkpoint as a directory that transformers and models.qwen3_5.load read."
+_VERIFY = "Compares the files of step folders and exported directories with the sums that they were written with."
 _BENCH = "Runs benchmarks of a source checkout: each checks every contestant, then times them interleaved."
 _PLAN = """Predicts memory and time of a recipe on so many GPUs, part by part, and ranks the meshes that fit; or, with
 --explain, plans the attention of one pack over ranks: who computes what, what travels, and why."""
@@ -212,6 +217,20 @@ def _export(arguments):
         return _complain(error)
     print(f"wrote {arguments.folder}")
     return 0
+
+
+def _verify(arguments):
+    sound = True
+    for folder in arguments.folders:
+        found = differences(folder)
+        if found is None:
+            found = [f"it has no {SUMS}"]
+        for words in found:
+            print(f"{folder}: {words}", file=sys.stderr)
+        if not found:
+            print(f"{folder}: {len(read_sums(folder))} files are sound")
+        sound = sound and not found
+    return 0 if sound else 1
 
 
 def _bench(arguments):

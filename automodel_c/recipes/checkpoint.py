@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_map
 
 from ..models.qwen3_5.checkpoint import take_place
 from ..parallel import faults
+from ..sums import SUMS, sums_of, write_sums
 from . import integrity
 from .runtime import rng_state, set_rng_state
 
@@ -119,9 +120,9 @@ class Checkpoints:
         if self.runtime.is_main:
             if held_out is not None:
                 _write_text(beside / _HELD_OUT, json.dumps({"loss": held_out}))
-                sums += integrity.sums_of(beside, [_HELD_OUT])
-            integrity.write_sums(beside, sums)
-            _sync(beside / integrity.SUMS)
+                sums += sums_of(beside, [_HELD_OUT])
+            write_sums(beside, sums)
+            _sync(beside / SUMS)
             take_place(beside, final)
             _sync(self.folder)  # before anything names it
             _point(self.folder, "LATEST", final.name)
@@ -137,7 +138,7 @@ class Checkpoints:
         told = [names]
         dist.broadcast_object_list(told, src=0, group=self._group)
         try:
-            part = integrity.sums_of(folder, told[0][rank::world])
+            part = sums_of(folder, told[0][rank::world])
         except OSError as failed:  # on the main rank it is raised, which tells the others
             part, error = [], f"{type(failed).__name__}: {failed}"
         parts = [None] * world if self.runtime.is_main else None
@@ -291,7 +292,7 @@ def sound_folder(path, checkpoints=None):
         return folder  # whoever reads it says so
     found = integrity.damage(folder, shared=True) if folder.is_dir() else ["there is no such folder"]
     if found is None:
-        _log.warning("%s has no %s: its files are not checked", folder, integrity.SUMS)
+        _log.warning("%s has no %s: its files are not checked", folder, SUMS)
     if not found:
         return folder
     words = f"{folder} is damaged: {'; '.join(found[:4])}{' and more' * (len(found) > 4)}"

@@ -1,9 +1,5 @@
-"""Whether a folder's files are what was written, and reading them without running what they say.
+"""Whether a checkpoint's files are what was written, and reading them without running what they say."""
 
-A folder that this package wrote has SHA256SUMS in it, in the format of `sha256sum`, which checks it too.
-"""
-
-import hashlib
 import io
 import os
 import pickle
@@ -14,7 +10,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
-SUMS = "SHA256SUMS"
+from ..sums import differences
+
 UNREADABLE = (OSError, ValueError, EOFError, LookupError, TypeError, AttributeError, pickle.UnpicklingError)
 _DCP = "torch.distributed.checkpoint"
 _NAMED = {  # by a .metadata of torch.distributed.checkpoint, besides dtypes
@@ -29,69 +26,18 @@ _NAMED = {  # by a .metadata of torch.distributed.checkpoint, besides dtypes
 }  # fmt: skip
 
 
-def sums_of(folder, names):
-    """[(name, SHA-256 in hexadecimal)] of files of a folder."""
-    return [(name, _digest(Path(folder) / name)) for name in names]
-
-
-def write_sums(folder, sums):
-    """Writes SHA256SUMS of (name, sum) pairs."""
-    lines = "".join(f"{digest}  {name}\n" for name, digest in sorted(sums))
-    (Path(folder) / SUMS).write_text(lines, encoding="utf-8")
-
-
-def read_sums(folder):
-    """{name: sum} as SHA256SUMS says, None where there is none. ValueError where it says something else."""
-    path, sums = Path(folder) / SUMS, {}
-    if not path.is_file():
-        return None
-    for number, line in enumerate(path.read_bytes().decode("utf-8", "replace").splitlines(keepends=True), start=1):
-        digest, two_spaces, name = line.removesuffix("\n").partition("  ")
-        if len(digest) != 64 or not two_spaces or not name or "/" in name or not line.endswith("\n"):
-            raise ValueError(f"{path}, line {number}: no SHA-256 sum of a file")
-        sums[name] = digest
-    return sums
-
-
 def damage(folder, *, shared=False):
     """What is wrong with a folder's files in words, one a file: [] where all are as SHA256SUMS says, None where there
     is no such file.
 
     shared: all ranks call it; each reads a part of the files, and all get the same answer.
     """
-    rank, world = (dist.get_rank(), dist.get_world_size()) if shared else (0, 1)
-    try:
-        sums = read_sums(folder)
-        found = None if sums is None else _differences(Path(folder), sums, rank, world)
-    except (OSError, ValueError) as error:
-        found = [str(error)] if rank == 0 else []
     if not shared:
-        return found
-    parts = [None] * world
-    dist.all_gather_object(parts, found)
+        return differences(folder)
+    parts = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, differences(folder, dist.get_rank(), len(parts)))
     known = [part for part in parts if part is not None]
     return [words for part in known for words in part] if known else None
-
-
-def _differences(folder, sums, rank, world):
-    """Those that the `rank`-th of `world` shares of the files, listed or there, show."""
-    there = {path.name for path in folder.iterdir()} - {SUMS}
-    found = [_difference(folder, name, sums.get(name)) for name in sorted(there | set(sums))[rank::world]]
-    return [words for words in found if words]
-
-
-def _difference(folder, name, digest):
-    if digest is None:
-        return f"{name} is not in {SUMS}"
-    try:
-        return "" if _digest(folder / name) == digest else f"{name} is not what was written"
-    except OSError as error:
-        return f"{name}: {error.strerror}"
-
-
-def _digest(path):
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class Reader(dcp.FileSystemReader):

@@ -15,6 +15,7 @@ from automodel_c.recipes import integrity
 from automodel_c.recipes.checkpoint import Checkpoints, load_checkpoint, load_model, sound_folder, step_folder
 from automodel_c.recipes.config import load_recipe
 from automodel_c.recipes.runtime import start_ranks
+from automodel_c.sums import SUMS, differences, write_sums
 
 from .conftest import DIGITS
 
@@ -52,7 +53,7 @@ def damages(folder, rng):
         yield f"{path.name} cut to half", lambda path=path, size=size: os.truncate(path, size // 2)
         yield f"{path.name} empty", lambda path=path: os.truncate(path, 0)
         yield f"{path.name} longer", lambda path=path: path.write_bytes(path.read_bytes() + b"\0")
-        if path.name != integrity.SUMS:
+        if path.name != SUMS:
             yield f"{path.name} gone", path.unlink
         for _ in range(int(os.environ.get("AM_FAULTS", "8"))):
             bit = rng.randrange(8 * size)
@@ -108,14 +109,14 @@ def test_lowest_val_is_not_replaced(saved):
 
 def test_sums_are_those_of_sha256sum(saved):
     folder, _, _ = saved
-    done = subprocess.run(["sha256sum", "-c", "--strict", integrity.SUMS], cwd=folder / "step_1", capture_output=True)
+    done = subprocess.run(["sha256sum", "-c", "--strict", SUMS], cwd=folder / "step_1", capture_output=True)
     names = {line.split(": ")[0] for line in done.stdout.decode().splitlines()}
-    assert done.returncode == 0 and names == {p.name for p in (folder / "step_1").iterdir()} - {integrity.SUMS}
+    assert done.returncode == 0 and names == {p.name for p in (folder / "step_1").iterdir()} - {SUMS}
 
 
 def test_a_checkpoint_of_before_is_read_with_a_warning(saved, runtime, caplog):
     folder, model, optimizer = saved
-    (folder / "step_3" / integrity.SUMS).unlink()
+    (folder / "step_3" / SUMS).unlink()
     assert sound_folder("LATEST", folder) == folder / "step_3"
     assert "has no SHA256SUMS: its files are not checked" in caplog.text
     assert load_checkpoint(folder / "step_3", model, optimizer, runtime, data={"seed": 3}) == 3
@@ -175,14 +176,38 @@ def test_a_data_file_outside_the_folder(saved, runtime, tmp_path, name):
 
 @pytest.mark.parametrize("text", ["x", "0" * 64 + " *a", "0" * 64 + "  ../a\n", "0" * 64 + "  a", "\xff\x00"])
 def test_sums_that_say_nothing(tmp_path, text):
-    (tmp_path / integrity.SUMS).write_bytes(text.encode("latin-1"))
+    (tmp_path / SUMS).write_bytes(text.encode("latin-1"))
     (words,) = integrity.damage(tmp_path)
     assert words == f"{tmp_path}/SHA256SUMS, line 1: no SHA-256 sum of a file"
 
 
+def test_verify(tmp_path, capsys):
+    """`automodel-c verify` of a directory that an export wrote, or a checkpoint."""
+    from automodel_c.cli import main
+
+    for name in ("model.safetensors", "config.json"):
+        (tmp_path / name).write_bytes(os.urandom(1000))
+    assert main(["verify", str(tmp_path)]) == 1 and "it has no SHA256SUMS" in capsys.readouterr().err
+    write_sums(tmp_path)
+    assert main(["verify", str(tmp_path)]) == 0 and capsys.readouterr().out == f"{tmp_path}: 2 files are sound\n"
+    flip(tmp_path / "model.safetensors", 4321)
+    assert main(["verify", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == f"{tmp_path}: model.safetensors is not what was written\n"
+
+
+def test_an_export_has_sums(tmp_path):
+    from automodel_c.models.qwen3_5.checkpoint import written_beside
+
+    with written_beside(tmp_path / "hf") as beside:
+        (beside / "model.safetensors").write_bytes(b"weights")
+    assert differences(tmp_path / "hf") == []
+    os.truncate(tmp_path / "hf" / "model.safetensors", 3)
+    assert differences(tmp_path / "hf") == ["model.safetensors is not what was written"]
+
+
 def test_lines_that_are_gone(saved):
     """Half of the sums are no sums of half a checkpoint."""
-    path = saved[0] / "step_3" / integrity.SUMS
+    path = saved[0] / "step_3" / SUMS
     for kept in range(3):
         path.write_text("".join(path.read_text().splitlines(keepends=True)[: 2 - kept]))
         assert integrity.damage(saved[0] / "step_3")
