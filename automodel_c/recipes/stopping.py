@@ -5,6 +5,7 @@ the launcher when a rank has failed: ranks that SIGTERM ended at once could not 
 """
 
 import contextlib
+import os
 import signal
 import threading
 
@@ -32,15 +33,21 @@ class _Asked:
 
 @contextlib.contextmanager
 def asked_to_stop():
-    """Inside, SIGTERM makes what this gives true, and does nothing else. In another thread than the main one no signal
-    is taken, and it stays false."""
+    """Inside, SIGTERM makes what this gives true, and does nothing else; processes that are forked inside end by it. In
+    another thread than the main one no signal is taken, and it stays false."""
     asked = _Asked()
     if threading.current_thread() is not threading.main_thread():
         yield asked
         return
 
+    owner = os.getpid()
+
     def take(_signal, _frame):
-        asked.flag = True
+        if os.getpid() == owner:
+            asked.flag = True
+            return
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a worker of the data loader, which was forked with this
+        os.kill(os.getpid(), signal.SIGTERM)
 
     before = signal.signal(signal.SIGTERM, take)
     try:
