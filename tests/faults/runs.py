@@ -43,14 +43,16 @@ TINY = (
 
 
 class Run:
-    """`automodel-c train` in a folder; `overrides` after those of TINY. fault: AM_FAULT of inject/sitecustomize.py."""
+    """`automodel-c train` in a folder; `overrides` after those of TINY. fault, watch: AM_FAULT and AM_WATCH of
+    inject/sitecustomize.py."""
 
-    def __init__(self, folder, data, *overrides, fault=None):
+    def __init__(self, folder, data, *overrides, fault=None, watch=None):
         self.folder = Path(folder)
         self.checkpoints = self.folder / "checkpoints"
         self.folder.mkdir(parents=True, exist_ok=True)
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([INJECT, str(ROOT)]), "HF_HUB_OFFLINE": "1"}
         environment |= {"AM_FAULT": fault} if fault else {}
+        environment |= {"AM_WATCH": str(watch)} if watch else {}
         self.before = self._metrics()
         self.log = open(self.folder / "log", "w+b")
         self.process = subprocess.Popen(
