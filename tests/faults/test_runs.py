@@ -91,6 +91,7 @@ def test_killed_at_random_points_of_a_step(data, undisturbed, tmp_path, seed):
         assert rows == losses(tmp_path / "undisturbed")
 
 
+@full
 def test_a_rank_that_raises(data, undisturbed, tmp_path):
     with Run(tmp_path, data, fault=f"raise:{RANKS - 1}:5") as run:
         run.until(lambda: run.steps() >= 4)
@@ -109,11 +110,14 @@ def test_a_loss_that_is_no_number(data, undisturbed, tmp_path):
         run.until(lambda: run.steps() >= 3)
         took = ends(run, time.monotonic(), "FloatingPointError: step 4: loss nan", "the loss is not on rank 0")
         assert whole(run) == 2
-    finish(tmp_path, data)
-    assert losses(tmp_path) == undisturbed
+    if KILLS > 1:
+        finish(tmp_path, data)
+        assert losses(tmp_path) == undisturbed
+    assert losses(tmp_path)[:3] == undisturbed[:3]
     record("a NaN loss", took=round(took, 2))
 
 
+@full
 def test_a_rank_that_is_only_slow(data, undisturbed, tmp_path):
     """Stopped for four seconds, sixteen heartbeats: nothing is lost, and nobody is blamed."""
     with Run(tmp_path, data) as run:
@@ -156,6 +160,7 @@ def test_a_disk_that_is_full(data, undisturbed, tmp_path, where):
     record(f"disk full, {where}", took=round(took, 2))
 
 
+@full
 def test_a_file_that_cannot_grow(data, undisturbed, tmp_path):
     """What a full disk is to whoever is not root: from the second checkpoint on no file of one rank may be large."""
     with Run(tmp_path, data) as run:
@@ -188,6 +193,7 @@ def test_killed_while_it_writes_a_checkpoint(data, undisturbed, tmp_path, seed, 
     record("kill -9 in a checkpoint", rank=rank, took=round(took, 2), writing=beside[0].name, kept=kept)
 
 
+@full
 def test_a_damaged_checkpoint(data, undisturbed, tmp_path, seed):
     """LATEST goes on from the one before, and says so."""
     with Run(tmp_path, data, "step_scheduler.max_steps=6") as run:
