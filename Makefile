@@ -10,7 +10,7 @@ ASAN_COPY := automodel_c tests benchmarks csrc examples tools setup.py pyproject
 C_FILES := $(shell git ls-files 'csrc/*.[ch]' 'csrc/*.inc' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.c')
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build demo demo-dp long-run test test-isa asan tsan fuzz leaks lint fix api bench cpu-only cuda-report wheel clean
+.PHONY: help venv build demo demo-dp long-run test test-isa asan tsan fuzz fuzz-core leaks faults soak valgrind lint fix api bench cpu-only cuda-report wheel clean
 
 help: ## print this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' | awk -F'|' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -61,6 +61,26 @@ fuzz: build ## random arguments and random packs for ten minutes each, and long 
 	HYPOTHESIS_PROFILE=long $(PY) -m pytest -q tests/ops tests/fuzz
 	$(PY) -m tests.fuzz.fuzz_args --seconds 600
 	$(PY) -m tests.fuzz.fuzz_plan --seconds 600
+
+fuzz-core: ## the C core under libFuzzer with ASan and UBSan for FUZZ_SECONDS (600); needs clang; what is new is kept
+	mkdir -p build/fuzz/corpus
+	$(PY) -m tests.fuzz.corpus_core unpack build/fuzz/corpus
+	clang -std=gnu11 -D_GNU_SOURCE -O1 -g -w -pthread -fno-math-errno -ffp-contract=off -fsanitize=fuzzer,address,undefined \
+	    -fno-sanitize-recover=undefined -Icsrc/core -Icsrc/partition -Icsrc/exchange tests/fuzz/fuzz_core.c \
+	    $(filter-out %_py.c,$(wildcard csrc/core/*.c csrc/partition/*.c csrc/exchange/*.c)) -o build/fuzz/fuzz_core -lm -ldl
+	build/fuzz/fuzz_core -max_total_time=$(or $(FUZZ_SECONDS),600) -max_len=256 -verbosity=0 -print_final_stats=1 \
+	    -artifact_prefix=build/fuzz/ build/fuzz/corpus
+	rm -rf build/fuzz/small && mkdir build/fuzz/small && build/fuzz/fuzz_core -merge=1 build/fuzz/small build/fuzz/corpus
+	$(PY) -m tests.fuzz.corpus_core pack build/fuzz/small
+
+faults: build ## 4 ranks by the command line: 20 are killed, disks fill, bits flip, SIGTERM comes; build/faults.jsonl
+	AM_FAULT_RANKS=4 AM_FAULTS=20 $(PY) -m pytest -q tests/faults/test_runs.py tests/recipes/test_integrity.py
+
+soak: build ## 2,000 steps of ever new packs on two ranks: memory, descriptors and plans are watched
+	AM_SOAK=2000 $(PY) -m pytest -q tests/faults/test_soak.py
+
+valgrind: build ## memcheck of the binding layer: every door and every hostile producer, NumPy alone
+	$(PY) -m tests.core.memcheck
 
 leaks: build ## every entry point a hundred thousand times, memory and references watched
 	AM_LEAK_ROUNDS=100000 $(PY) -m pytest -q tests/leaks

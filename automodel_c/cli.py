@@ -1,4 +1,4 @@
-"""The command line: automodel-c train | plan | doctor | bench | export."""
+"""The command line: automodel-c train | plan | doctor | bench | export | verify."""
 
 import argparse
 import difflib
@@ -13,6 +13,7 @@ from pathlib import Path
 from . import __version__
 from .diagnosis import doctor, report
 from .keys import check_known
+from .sums import SUMS, differences, read_sums
 
 USAGE_ERROR = 2
 PROFILED_STEPS = 5
@@ -54,6 +55,12 @@ _BENCH_EXAMPLES = """\
 examples:
   automodel-c bench                      their names
   automodel-c bench attention step       these, one after another
+"""
+_VERIFY = "Compares the files of step folders and exported directories with the sums that they were written with."
+_VERIFY_EXAMPLES = """\
+examples:
+  automodel-c verify runs/digits_cp2/checkpoints/step_200
+  automodel-c verify runs/*/checkpoints/step_* runs/digits_cp2/hf
 """
 _PLAN = """\
 Predicts memory and time of a recipe on so many GPUs, part by part, and ranks the meshes that fit; or, with --explain,
@@ -125,7 +132,7 @@ def _parser():
     parser = _Parser(prog="automodel-c", description=_MAIN, allow_abbrev=False, **raw)
     parser.add_argument("--version", action="version", version=f"automodel-c {__version__}")
     verbs = parser.add_subparsers(
-        required=True, dest="verb", metavar="train | plan | doctor | bench | export", parser_class=_Parser
+        required=True, dest="verb", metavar="train | plan | doctor | bench | export | verify", parser_class=_Parser
     )
 
     def verb(name, help, description, examples, run):
@@ -146,6 +153,8 @@ def _parser():
     export.add_argument("checkpoint", metavar="step_folder", help="such as runs/digits/checkpoints/step_200, or LATEST")
     export.add_argument("folder", help="the directory to write: safetensors, config.json, the processor's files")
     export.add_argument("overrides", nargs="*", metavar="key=value", help="recipe keys to set, as the run had them")
+    verify = verb("verify", "check the files of checkpoints and exports", _VERIFY, _VERIFY_EXAMPLES, _verify)
+    verify.add_argument("folders", nargs="+", metavar="folder", help="such as runs/digits/checkpoints/step_200")
     return parser, verbs.choices
 
 
@@ -331,6 +340,20 @@ def _export(arguments):
         return _complain(error)
     print(f"wrote {arguments.folder}")
     return 0
+
+
+def _verify(arguments):
+    sound = True
+    for folder in arguments.folders:
+        found = differences(folder)
+        if found is None:
+            found = [f"it has no {SUMS}"]
+        for words in found:
+            print(f"{folder}: {words}", file=sys.stderr)
+        if not found:
+            print(f"{folder}: {len(read_sums(folder))} files are sound")
+        sound = sound and not found
+    return 0 if sound else 1
 
 
 def _bench(arguments):

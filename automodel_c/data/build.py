@@ -1,5 +1,6 @@
 """From a recipe's `dataset` section to a data set."""
 
+from .bounds import Bounds
 from .chat import ChatDataset
 from .digits import write_digits
 
@@ -13,9 +14,13 @@ def prepare_data(kind, section):
 def build_dataset(section, processor, seed):
     """A ChatDataset for a schema.Dataset section: path_or_dataset is what records.open_records takes. ValueError when
     there is no such file."""
+    bounds = Bounds(
+        section.max_image_pixels, section.max_clip_frames, section.max_clip_pixels, section.allow_paths_outside
+    )
     return ChatDataset(
         _required_path(section), processor, split=section.split, shuffle_images=section.shuffle_images,
         limit=section.limit, cache=section.cache, seed=seed, skip_bad=section.skip_bad_samples,
+        bounds=bounds,
     )  # fmt: skip
 
 

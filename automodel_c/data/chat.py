@@ -4,9 +4,10 @@ import io
 import warnings
 
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import UnidentifiedImageError
 from torch.utils.data import Dataset
 
+from .bounds import DEFAULT
 from .clips import MissingLibrary, clip_shape, read_clip
 from .encode import conversation_size, encode_conversation
 from .records import BadSample, open_records
@@ -20,14 +21,15 @@ class ChatDataset(Dataset):
     all videos, in an order drawn from `seed`, so that questions keep their answers and lose what they are about. limit
     keeps the first so many. cache keeps encoded conversations in memory. What cannot be read or encoded raises
     BadSample with its file and line; with skip_bad it is told in a warning, and a sample of one token without a label
-    stands for it.
+    stands for it. bounds: which names and sizes of media are refused.
     """
 
     def __init__(
-        self, path, processor, *, split="train", shuffle_images=False, limit=None, cache=False, seed=0, skip_bad=False
-    ):
+        self, path, processor, *, split="train", shuffle_images=False, limit=None, cache=False, seed=0, skip_bad=False,
+        bounds=DEFAULT,
+    ):  # fmt: skip
         self.records = open_records(path, split, skip_bad=skip_bad)
-        self.processor, self.skip_bad = processor, skip_bad
+        self.processor, self.skip_bad, self.bounds = processor, skip_bad, bounds
         self.count = len(self.records) if limit is None else min(limit, len(self.records))
         for bad in self.records.bad:
             warnings.warn(f"left out: {bad}", stacklevel=2)
@@ -62,7 +64,7 @@ class ChatDataset(Dataset):
             for name in images:
                 with self._open(name) as image:
                     sizes.append((image.height, image.width))
-            shapes = [clip_shape(part, self.records.folder, self.processor.video_processor) for part in videos]
+            shapes = [clip_shape(part, *self._clip_options()) for part in videos]
             return conversation_size(messages, sizes, self.processor, shapes)
 
     def _encoded(self, index):
@@ -72,8 +74,11 @@ class ChatDataset(Dataset):
             for name in names:
                 with self._open(name) as image:
                     images.append(image.convert("RGB"))
-            clips = [read_clip(part, self.records.folder, self.processor.video_processor) for part in videos]
+            clips = [read_clip(part, *self._clip_options()) for part in videos]
             return encode_conversation(messages, images, self.processor, clips)
+
+    def _clip_options(self):
+        return self.records.folder, self.processor.video_processor, self.bounds
 
     def _conversation(self, index):
         messages, images, videos = self.records[index]
@@ -95,9 +100,9 @@ class ChatDataset(Dataset):
 
     def _open(self, image):
         if not isinstance(image, bytes):
-            return Image.open(self.records.folder / image)
+            return self.bounds.picture(self.bounds.path(self.records.folder, image))
         try:
-            return Image.open(io.BytesIO(image))
+            return self.bounds.picture(io.BytesIO(image))
         except UnidentifiedImageError:  # whose words are an address, other ones each time
             raise UnidentifiedImageError(f"cannot identify an image of {len(image):,} bytes") from None
 

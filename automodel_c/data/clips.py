@@ -1,16 +1,20 @@
 """Short clips from what files hold them: only the frames that are asked for."""
 
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from PIL import Image, ImageSequence
+from PIL import ImageSequence
+
+from .bounds import DEFAULT
 
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff")
 ANIMATIONS = (".gif", ".webp", ".apng", ".png")
 ARRAYS = (".npy", ".npz")
+# demuxers of films: others read names of further files out of a file, or addresses
+CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,mpegvideo,flv,ogg,asf,h264,hevc,m4v,ivf,nut"
 PART_KEYS = {"type", "video", "fps", "raw_fps"}
 
 
@@ -42,19 +46,22 @@ def check_clip_part(part):
             raise ValueError(f"a video part whose {key} is {value!r}, no number of frames a second")
 
 
-def read_clip(part, folder, video_processor):
+def read_clip(part, folder, video_processor, bounds=DEFAULT):
     """The Clip of a video part: {"video": what holds it, "fps": seen frames a second, "raw_fps": stored ones}.
 
     What holds it, relative to `folder`: a list of image files; a folder of them, in the order of their names; an
     animation (.gif, .webp, .apng) that Pillow reads; an array (.npy, or `frames` and perhaps `fps` in an .npz) uint8
     [n, height, width, 3]; else a video file, which needs PyAV. fps: None for the processor's. raw_fps: None for
-    what the file says; where that is nothing, `fps`, as of frames that were taken from a film at that rate.
-    ValueError where there is no frame or no rate; MissingLibrary, a RuntimeError, without PyAV.
+    what the file says; where that is nothing, `fps`, as of frames that were taken from a film at that rate. bounds:
+    what is too large, and which names are refused.
+    ValueError where there is no frame or no rate, or more than `bounds` allows; MissingLibrary, a RuntimeError, without
+    PyAV.
     """
     names = part["video"]
-    film, indices, raw_fps = _chosen(part, folder, video_processor)
+    film, indices, raw_fps = _chosen(part, folder, video_processor, bounds)
     count, read = film.frames, film.read
     kept, again = np.unique(indices, return_inverse=True)
+    bounds.check_clip(len(indices), *film.size())
     frames = read(kept.tolist())
     if len(frames) < len(kept):
         raise ValueError(f"video {names}: it says {count} frames and holds fewer")
@@ -64,10 +71,11 @@ def read_clip(part, folder, video_processor):
     return Clip(frames, video_processor.seconds(indices.tolist(), raw_fps))
 
 
-def clip_shape(part, folder, video_processor):
+def clip_shape(part, folder, video_processor, bounds=DEFAULT):
     """(frames, height, width, seconds) of what `read_clip` gives, height and width as the first frame has them. Of an
     animation, and of a film that does not tell how long it is, frames are read for that."""
-    film, indices, raw_fps = _chosen(part, folder, video_processor)
+    film, indices, raw_fps = _chosen(part, folder, video_processor, bounds)
+    bounds.check_clip(len(indices), *film.size())
     return len(indices), *film.size(), video_processor.seconds(indices.tolist(), raw_fps)
 
 
@@ -78,11 +86,12 @@ class _Film(NamedTuple):
     size: Callable  # (height, width)
 
 
-def _chosen(part, folder, video_processor):
+def _chosen(part, folder, video_processor, bounds):
     """The film of a part, which of its frames are seen, and how many it has a second."""
     names = part["video"]
-    where = Path(folder, names) if isinstance(names, str) else [Path(folder, name) for name in names]
-    film = _open(where)
+    where = bounds.path(folder, names) if isinstance(names, str) else [bounds.path(folder, name) for name in names]
+    film = _open(where, bounds)
+    bounds.check_frames(film.frames)
     fps = part.get("fps")
     raw_fps = next((rate for rate in (part.get("raw_fps"), film.fps, fps) if rate is not None), None)
     if film.frames == 0:
@@ -92,36 +101,53 @@ def _chosen(part, folder, video_processor):
     return film, video_processor.frame_indices(film.frames, raw_fps, fps=fps), raw_fps
 
 
-def _open(where):
+def _open(where, bounds):
     if isinstance(where, list):
-        return _pictures(where)
+        return _pictures(where, bounds)
     if where.is_dir():
-        return _pictures(sorted(path for path in where.iterdir() if path.suffix.lower() in IMAGES))
+        inside = sorted(path for path in where.iterdir() if path.suffix.lower() in IMAGES)
+        return _pictures([bounds.path(where, path.name) for path in inside], bounds)
     if not where.is_file():
         raise FileNotFoundError(f"video {where}: no such file or folder")
     suffix = where.suffix.lower()
     if suffix in ARRAYS:
-        return _array(where)
-    return _animation(where) if suffix in ANIMATIONS else _film(where)
+        return _array(where, bounds)
+    return _animation(where, bounds) if suffix in ANIMATIONS else _film(where, bounds)
 
 
-def _pictures(paths):
+def _pictures(paths, bounds):
     def read(indices):
         frames = {}
         for path in {paths[index] for index in indices}:
-            with Image.open(path) as image:
+            with bounds.picture(path) as image:
                 frames[path] = np.asarray(image.convert("RGB"))
         return [frames[paths[index]] for index in indices]
 
-    return _Film(len(paths), None, read, lambda: _picture_size(paths[0]))
+    return _Film(len(paths), None, read, lambda: _picture_size(paths[0], bounds))
 
 
-def _picture_size(path):
-    with Image.open(path) as image:
+def _picture_size(path, bounds):
+    with bounds.picture(path) as image:
         return image.height, image.width
 
 
-def _array(path):
+def _check_compressed(path, bounds):
+    """ValueError where an .npz says that its frames are too many, before they are unpacked."""
+    with zipfile.ZipFile(path) as packed:
+        if "frames.npy" not in packed.namelist():
+            return
+        with packed.open("frames.npy") as file:
+            version = np.lib.format.read_magic(file)
+            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            shape = read(file)[0]
+    if len(shape) == 4:
+        bounds.check_frames(shape[0])
+        bounds.check_clip(*shape[:3])
+
+
+def _array(path, bounds):
+    if path.suffix.lower() == ".npz":
+        _check_compressed(path, bounds)
     stored, fps = np.load(path, mmap_mode="r" if path.suffix.lower() == ".npy" else None), None
     if isinstance(stored, np.lib.npyio.NpzFile):
         with stored as named:
@@ -131,14 +157,16 @@ def _array(path):
             stored = named["frames"]
     if stored.ndim != 4 or stored.dtype != np.uint8 or stored.shape[-1] != 3:
         raise ValueError(f"video {path}: expected uint8 [n, height, width, 3], found {stored.dtype} {stored.shape}")
+    bounds.check_size(*stored.shape[1:3])
     read = lambda indices: [np.array(stored[index]) for index in indices]  # noqa: E731
     return _Film(len(stored), fps, read, lambda: stored.shape[1:3])
 
 
-def _animation(path):
+def _animation(path, bounds):
     """The rate is the mean one: an animation may show each frame for a time of its own."""
-    with Image.open(path) as image:
+    with bounds.picture(path) as image:
         count = getattr(image, "n_frames", 1)
+        bounds.check_frames(count)
         shown = []
         for frame in ImageSequence.Iterator(image):
             frame.load()  # a WebP tells how long a frame is shown once it is decoded
@@ -146,35 +174,45 @@ def _animation(path):
 
     def read(indices):
         frames = []
-        with Image.open(path) as image:
+        with bounds.picture(path) as image:
             for index in indices:
                 image.seek(index)
                 frames.append(np.asarray(image.convert("RGB")))
         return frames
 
     rate = 1000 * count / sum(shown) if sum(shown) > 0 else None
-    return _Film(count, rate, read, lambda: _picture_size(path))
+    return _Film(count, rate, read, lambda: _picture_size(path, bounds))
 
 
-def _film(path):
+def _film(path, bounds):
     try:
         import av
     except ImportError:
         raise MissingLibrary(f"video {path}: reading it needs PyAV (pip install av)") from None
 
+    def opened():
+        return av.open(str(path), options={"format_whitelist": CONTAINERS, "protocol_whitelist": "file"})
+
+    def decoded(container):
+        for number, frame in enumerate(container.decode(video=0)):
+            bounds.check_frames(number + 1)
+            bounds.check_size(frame.height, frame.width)
+            yield frame
+
     def decode(wanted):
-        with av.open(str(path)) as container:
-            for index, frame in enumerate(container.decode(video=0)):
+        with opened() as container:
+            for index, frame in enumerate(decoded(container)):
                 if index in wanted:
                     yield frame.to_ndarray(format="rgb24")
                 if index == max(wanted):
                     return
 
-    with av.open(str(path)) as container:
+    with opened() as container:
         if not container.streams.video:
             raise ValueError(f"video {path}: no frames in it")
         stream = container.streams.video[0]
         rate = stream.average_rate
         size = (stream.height, stream.width)
-        count = stream.frames or sum(1 for _ in container.decode(video=0))
+        bounds.check_size(*size)
+        count = stream.frames or sum(1 for _ in decoded(container))
     return _Film(count, float(rate) if rate else None, lambda indices: list(decode(set(indices))), lambda: size)

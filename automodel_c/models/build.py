@@ -141,7 +141,8 @@ def _transformers(folder, config, attn_implementation):
     options = {"dtype": torch.float32, "attn_implementation": attn_implementation}
     if folder is None:
         return AutoModelForImageTextToText.from_config(config, **options)
-    return AutoModelForImageTextToText.from_pretrained(folder, config=config, local_files_only=True, **options)
+    options |= {"local_files_only": True, "use_safetensors": True, "trust_remote_code": False}
+    return AutoModelForImageTextToText.from_pretrained(folder, config=config, **options)
 
 
 def processor_of(section, processor_section, how, processor_how):
@@ -162,7 +163,7 @@ def processor_of(section, processor_section, how, processor_how):
 
 def directory_config(folder, section):
     """The configuration of a model directory, with the overrides of a schema.Model."""
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     for name in ("text_config", "vision_config"):
         _override(getattr(config, name), config_overrides(section, name), f"model.{name}.")
     return config

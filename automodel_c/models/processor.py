@@ -138,9 +138,10 @@ class Processor:
 def load_processor(folder, *, min_pixels=None, max_pixels=None, video=None):
     """The Processor of a model directory; min_pixels and max_pixels bound an image's area. video: a mapping of keys of
     VideoProcessor that overrule the directory's."""
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    here = {"local_files_only": True, "trust_remote_code": False}  # without the last, somebody at a terminal is asked
+    tokenizer = AutoTokenizer.from_pretrained(folder, **here)
     bounds = {k: v for k, v in (("min_pixels", min_pixels), ("max_pixels", max_pixels)) if v is not None}
-    image_processor = AutoImageProcessor.from_pretrained(folder, local_files_only=True, backend="pil", **bounds)
+    image_processor = AutoImageProcessor.from_pretrained(folder, backend="pil", **here, **bounds)
     return Processor(tokenizer, image_processor, video_processor_for(image_processor, folder, **(video or {})))
 
 

@@ -2,12 +2,13 @@
 
 A folder of checkpoints holds step_<n> folders, whole ones alone, and two files that name one of them: LATEST the one
 that was finished last, LOWEST_VAL the one whose held-out loss was lowest of those that were evaluated when they were
-saved.
+saved. A step folder has the sums of its files in SHA256SUMS: before one is read they are checked.
 """
 
 import concurrent.futures
 import contextlib
 import json
+import logging
 import math
 import os
 import re
@@ -29,12 +30,15 @@ from torch.utils._pytree import tree_map
 
 from ..models.qwen3_5.checkpoint import take_place
 from ..parallel import faults
+from ..sums import SUMS, sums_of, write_sums
+from . import integrity
 from .runtime import rng_state, set_rng_state
 
 POINTERS = ("LATEST", "LOWEST_VAL")
 _NAME = re.compile(r"step_(\d+)")
 _LAST_S = 20.0  # a rank that fails is to be told of within 30
 _HELD_OUT = "held_out.json"  # of a step folder: its evaluation
+_log = logging.getLogger(__name__)
 
 
 class Checkpoints:
@@ -114,9 +118,13 @@ class Checkpoints:
         except CheckpointException as error:
             rank, (reason, _) = next(iter(error.failures.items()))
             raise RuntimeError(f"{final} was not written: rank {rank}: {type(reason).__name__}: {reason}") from error
+        sums = self._sums(beside)
         if self.runtime.is_main:
             if held_out is not None:
                 _write_text(beside / _HELD_OUT, json.dumps({"loss": held_out}))
+                sums += sums_of(beside, [_HELD_OUT])
+            write_sums(beside, sums)
+            _sync(beside / SUMS)
             take_place(beside, final)
             _sync(self.folder)  # before anything names it
             _point(self.folder, "LATEST", final.name)
@@ -124,6 +132,23 @@ class Checkpoints:
             if lowest is not None:
                 _point(self.folder, "LOWEST_VAL", lowest.name)
             _prune(self.folder, self.keep, lowest)
+
+    def _sums(self, folder):
+        """The sums of a checkpoint's files on the main rank, a part found by each rank; [] on the others."""
+        rank, world = self.runtime.rank, self.runtime.world
+        names, error = sorted(p.name for p in folder.iterdir()) if self.runtime.is_main else None, None
+        told = [names]
+        dist.broadcast_object_list(told, src=0, group=self._group)
+        try:
+            part = sums_of(folder, told[0][rank::world])
+        except OSError as failed:  # on the main rank it is raised, which tells the others
+            part, error = [], f"{type(failed).__name__}: {failed}"
+        parts = [None] * world if self.runtime.is_main else None
+        dist.gather_object((part, error), parts, dst=0, group=self._group)
+        for number, (_, failed) in enumerate(parts or ()):
+            if failed:
+                raise RuntimeError(f"{folder} cannot be read again: rank {number}: {failed}")
+        return [pair for part, _ in parts or () for pair in part]
 
 
 def save_checkpoint(folder, step, model, optimizer, runtime, *, data, keep=None):
@@ -179,8 +204,8 @@ def load_checkpoint(folder, model, optimizer, runtime, *, data):
     """
     folder = Path(folder)
     step = checkpoint_step(folder)
-    reader = dcp.FileSystemReader(folder)
-    saved = reader.read_metadata().state_dict_metadata
+    reader = integrity.Reader(folder)
+    saved = _described(reader, folder)
     model_state, optimizer_state = get_state_dict(model, optimizer)
     # settings stay what they are, and what they name of parameters may be another stage's of a pipeline
     state = {"model": model_state, "optimizer": {"state": optimizer_state["state"]}, "progress": _progress(0, data)}
@@ -211,14 +236,24 @@ def load_model(folder, model):
     """
     checkpoint_step(folder)
     state = {"model": get_model_state_dict(model)}
-    _read(state, dcp.FileSystemReader(folder), folder)
+    reader = integrity.Reader(folder)
+    _described(reader, folder)
+    _read(state, reader, folder)
     set_model_state_dict(model, state["model"])
+
+
+def _described(reader, folder):
+    """What a checkpoint holds, by name. ValueError where .metadata does not say it, and nothing else."""
+    try:
+        return reader.read_metadata().state_dict_metadata
+    except integrity.UNREADABLE as error:
+        raise ValueError(f"checkpoint.restore_from={str(folder)!r}: {type(error).__name__}: {error}") from error
 
 
 def _read(state, reader, folder):
     """Fills `state`. ValueError names what the folder lacks, or holds in another shape."""
     try:
-        dcp.load(state, storage_reader=reader)
+        dcp.load(state, storage_reader=reader, planner=integrity.Planner())
     except CheckpointException as error:
         reason = next(iter(error.failures.values()))[0]
         raise ValueError(f"checkpoint.restore_from={str(folder)!r} is not of this model: {reason}") from error
@@ -248,6 +283,36 @@ def step_folder(path, checkpoints=None):
         return path.parent / path.read_text().strip()
     except OSError as error:
         raise ValueError(f"checkpoint.restore_from={str(path)!r}: {error.strerror}") from None
+
+
+def sound_folder(path, checkpoints=None):
+    """The step folder that `path` means, its files checked by all ranks, which all call this: of LATEST, where that
+    one is damaged, the newest of those before it that is not, with a warning.
+
+    ValueError says what is damaged, and which is not.
+    """
+    folder = step_folder(path, checkpoints)
+    latest = Path(path).name == "LATEST"
+    if not folder.is_dir() and not latest:
+        return folder  # whoever reads it says so
+    found = integrity.damage(folder, shared=True) if folder.is_dir() else ["there is no such folder"]
+    if found is None:
+        _log.warning("%s has no %s: its files are not checked", folder, SUMS)
+    if not found:
+        return folder
+    words = f"{folder} is damaged: {'; '.join(found[:4])}{' and more' * (len(found) > 4)}"
+    older = next((other for other in _older(folder) if integrity.damage(other, shared=True) == []), None)
+    if older is None or not latest:
+        offer = f"; {older.name} is not" if older else ""
+        raise ValueError(f"checkpoint.restore_from={str(path)!r}: {words}{offer}")
+    _log.warning("%s; going on from %s", words, older.name)
+    return older
+
+
+def _older(folder):
+    """The step folders beside one, newest first, but for those that were finished after it."""
+    others = _whole(folder.parent)[::-1]
+    return others[others.index(folder) + 1 :] if folder in others else others
 
 
 def checkpoint_step(folder):

@@ -17,6 +17,7 @@ _NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)
 _BACKENDS = ("gloo", "nccl", "cpu:gloo,cuda:nccl")
 _OPERATORS = ("automodel_c", "patched", "transformers")
 _FRAMES = "distributed.multimodal.vision.frame_sharding"
+_MEDIA = ("image_pixels", "clip_frames", "clip_pixels")
 _MAY_BE_INFINITE = "clip_grad_norm.max_norm"
 _LEAST = {
     **dict.fromkeys(
@@ -40,6 +41,7 @@ _LEAST = {
             "lr_scheduler.wsd_decay_steps",
             "dataset.limit",
             "validation_dataset.limit",
+            *(f"{data}.max_{what}" for data in ("dataset", "validation_dataset") for what in _MEDIA),
             "processor.min_pixels",
             "processor.max_pixels",
             "processor.video_processor.size.shortest_edge",

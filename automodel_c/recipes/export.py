@@ -5,7 +5,7 @@ from pathlib import Path
 from ..models.build import build_model, materialise
 from ..models.export import export_hf
 from ..models.parallelize import parallelize_qwen3_5
-from .checkpoint import checkpoints_of, load_model, step_folder
+from .checkpoint import checkpoints_of, load_model, sound_folder
 from .runtime import seed_model, start_ranks
 from .targets import resolve
 
@@ -30,5 +30,5 @@ def export(recipe, folder):
             resolve("processor", recipe.processor._target_),
         )
         model = materialise(parallelize_qwen3_5(model, runtime.mesh), runtime.device, weights=False)
-        load_model(step_folder(recipe.checkpoint.restore_from, checkpoints_of(recipe)), model)
+        load_model(sound_folder(recipe.checkpoint.restore_from, checkpoints_of(recipe)), model)
         export_hf(model, processor, Path(folder))

@@ -21,7 +21,7 @@ from ..models.parallelize import parallelize_qwen3_5
 from ..parallel import ContextParallel, TensorParallel
 from . import parts
 from .calls import calls_of
-from .checkpoint import Checkpoints, checkpoints_of, load_checkpoint, step_folder
+from .checkpoint import Checkpoints, checkpoints_of, load_checkpoint, sound_folder
 from .config import frame_sharding
 from .evaluate import evaluate
 from .interrupt import NEVER, Interrupt, Interrupted, stay_apart
@@ -131,7 +131,7 @@ def build(recipe, runtime):
         raise ValueError("freeze_config freezes every parameter")
     section = recipe.checkpoint
     folder = checkpoints_of(recipe)
-    restored = step_folder(section.restore_from, folder) if section.restore_from else None
+    restored = sound_folder(section.restore_from, folder) if section.restore_from else None
     seed_model(recipe)
     materialise(model, runtime.device, weights=not restored)
     optimizer = parts.build_optimizer([p for p in model.parameters() if p.requires_grad], recipe.optimizer)
@@ -325,10 +325,13 @@ def _loop(run, logs, interrupt):
     microbatches = iter(_loader(run))
     evaluation = None
     for step in range(sampler.first_step + 1, sampler.steps + 1):
-        with run.profile.step(step) if run.profile else nullcontext():
-            with span("data"):
-                batches = [next(microbatches) for _ in range(sampler.microbatches)]
-            result = _step(run, step, batches, interrupt)
+        try:
+            with run.profile.step(step) if run.profile else nullcontext():
+                with span("data"):
+                    batches = [next(microbatches) for _ in range(sampler.microbatches)]
+                result = _step(run, step, batches, interrupt)
+        except FloatingPointError as error:
+            raise FloatingPointError(f"step {step}: {error}") from error
         if isinstance(result, int):
             run.interrupted = _leave(run, step - 1, result)
             break
@@ -432,16 +435,14 @@ def _after_step(run, step, logs):
         evaluation = _evaluate(run, step, logs)
     epoch = run.sampler.steps_per_epoch if steps.save_checkpoint_every_epoch else None
     if run.checkpoints is not None and (last or _due(step, steps.ckpt_every_steps) or _due(step, epoch)):
-        run.checkpoints.save(
-            step,
-            run.model,
-            run.optimizer,
-            data=run.data_order,
-            held_out=None if evaluation is None else evaluation.loss,
-        )
+        _save(run, step, held_out=None if evaluation is None else evaluation.loss)
     if _due(step, steps.gc_every_steps):
         gc.collect()
     return evaluation
+
+
+def _save(run, step, held_out=None):
+    return run.checkpoints.save(step, run.model, run.optimizer, data=run.data_order, held_out=held_out)
 
 
 def _evaluate(run, step, logs):

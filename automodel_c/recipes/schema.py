@@ -216,6 +216,10 @@ class Dataset:
     limit: int | None = None  # the first so many samples
     cache: bool = False  # keep prepared samples in memory
     skip_bad_samples: bool = False  # what cannot be read or encoded is named and left out; False: it is an error
+    allow_paths_outside: bool = False  # whether names of media may lead out of the data's folder
+    max_image_pixels: int = 89_478_485  # of a picture or a frame; a larger one is a bad sample, and is not decoded
+    max_clip_frames: int = 1 << 20  # that a file of a clip may hold
+    max_clip_pixels: int = 1 << 31  # of all frames of a clip that are seen, or lie in an array
 
 
 @dataclass

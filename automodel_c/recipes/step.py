@@ -86,20 +86,29 @@ def _through_stages(model, batches, count, share, runtime, per_microbatch):
     return sums
 
 
+def _whose(losses, runtime):
+    """Which ranks' parts of the losses are no numbers, in words, the same on all ranks."""
+    told = [None] * runtime.world
+    dist.all_gather_object(told, bool(torch.isfinite(losses).all()))
+    ranks = [str(rank) for rank, finite in enumerate(told) if not finite]
+    return f"the loss is not on rank {', '.join(ranks)}" if ranks else "the loss is on every rank"
+
+
 def train_step(
     model, optimizer, batches, *, lr, max_norm, runtime, per_microbatch, fused=False, weight_decay=None, interrupt=NEVER
 ):  # fmt: skip
     """One step at learning rate `lr`, and with `weight_decay` (None: the optimizer's). Returns a StepResult; where any
     rank's `interrupt` had been asked before the step began, the signal, and nothing is done.
 
-    FloatingPointError before the weights are touched when loss or gradient norm is not finite.
+    FloatingPointError before the weights are touched when loss or gradient norm is not finite: it names the ranks whose
+    part of the loss is not.
     """
     labels, tokens, asked = _global_counts(model, batches, runtime, interrupt)
     if asked:
         return asked
     sums = accumulate_gradients(model, batches, labels, runtime=runtime, per_microbatch=per_microbatch, fused=fused)
-    losses = torch.stack(list(sums.values()))  # the model decides which there are, so all ranks have the same
-    losses = torch.cat([losses, interrupt.flags(losses)])
+    mine = torch.stack(list(sums.values()))  # the model decides which there are, so all ranks have the same
+    losses = torch.cat([mine, interrupt.flags(mine)])
     dist.all_reduce(losses)
     trained = [p for p in model.parameters() if p.requires_grad]
     with span("clip"):
@@ -108,7 +117,8 @@ def train_step(
     told, asked = dict(zip(sums, numbers, strict=False)), agreed(numbers[len(sums) :])
     result = StepResult(told["lm"], told.get("aux"), told.get("mtp"), float(grad_norm), labels, tokens, asked)
     if not all(map(torch.isfinite, (losses.sum(), grad_norm))):
-        raise FloatingPointError(f"loss {result.loss} and gradient norm {result.grad_norm} must be finite")
+        found = f"loss {result.loss} and gradient norm {result.grad_norm} must be finite"
+        raise FloatingPointError(f"{found}; {_whose(mine, runtime)}")
     for group in optimizer.param_groups:
         group["lr"] = lr
         if weight_decay is not None:

@@ -254,6 +254,8 @@ static am_status place_group(const exchange_map *map, int64_t *t, const int64_t 
 
 static am_status place_tasks(const exchange_map *map, draft *d)
 {
+    if (d->tasks.n == 0) /* there is no list then */
+        return AM_OK;
     const int64_t *const end = d->tasks.data + AM_EXCHANGE_TASK * d->tasks.n;
     for (int64_t *t = d->tasks.data, *stop; t < end; t = stop) {
         for (stop = t; stop < end && stop[0] == t[0];)

@@ -3,7 +3,6 @@
 import io
 import json
 import pickle
-import struct
 import sys
 
 import numpy as np
@@ -387,14 +386,16 @@ def test_bad_samples_are_skipped_by_choice(damaged, processor):
         assert dataset[1]["labels"].tolist() == [-100]
 
 
-def test_an_image_of_a_kind_that_pillow_does_not_read(tmp_path, processor):
+def test_an_image_of_a_kind_that_pillow_does_not_read(tmp_path, processor, monkeypatch):
     """Pillow says so with NotImplementedError, a RuntimeError as a missing library is."""
-    Image.new("RGB", (8, 8)).save(tmp_path / "a.dds")
-    odd = bytearray((tmp_path / "a.dds").read_bytes())
-    odd[80:88] = struct.pack("<I", 4) + b"ZZZZ"
-    (tmp_path / "a.dds").write_bytes(odd)
-    rows = [{"messages": conversation({"type": "image", "image": "a.dds"})}]
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    rows = [{"messages": conversation({"type": "image", "image": "a.png"})}]
     dataset = ChatDataset(write_lines(tmp_path / "train.jsonl", rows), processor)
+
+    def unknown(*_, **__):
+        raise NotImplementedError("unknown pixel format")
+
+    monkeypatch.setattr(Image, "open", unknown)
     for call in (dataset.size, dataset.__getitem__):
         with pytest.raises(BadSample, match="line 1: NotImplementedError"):
             call(0)

@@ -159,12 +159,13 @@ def test_load_recipe_bad_override(recipe, override):
     [
         (b"- 1\n", "a mapping of keys"),
         (b"a: [\n", "is not YAML"),
+        (b"seed: !!python/object/apply:os.getpid []\n", "is not YAML"),  # nor is what would run code
         (None, "No such file"),
         (b"seed: \xff\n", "is not YAML"),
         (b"seed: 2024-13-45\n", "is not YAML"),
         (b"seed: " + b"[" * 3000, "is not YAML"),
     ],
-    ids=range(6),
+    ids=range(7),
 )
 def test_load_recipe_bad_file(tmp_path, text, message):
     if text is not None:

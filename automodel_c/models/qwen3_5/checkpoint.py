@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from automodel_c.parallel import faults
+from automodel_c.sums import write_sums
 
 from ..gates import published_name
 from .experts import whole_experts
@@ -280,12 +281,13 @@ def _first_alone(group):
 
 @contextlib.contextmanager
 def written_beside(folder):
-    """A new folder to write into, which takes the place of `folder` when nothing was raised."""
+    """A new folder to write into, which gets its SHA256SUMS and takes the place of `folder` when nothing was raised."""
     folder = Path(folder)
     beside = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     beside.mkdir(parents=True)
     try:
         yield beside
+        write_sums(beside)
         take_place(beside, folder)
     finally:
         shutil.rmtree(beside, ignore_errors=True)

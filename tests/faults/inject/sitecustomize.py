@@ -1,0 +1,81 @@
+"""On the path of a run's ranks: AM_FAULT=<what>:<rank>:<step> makes that step go wrong; `what` is raise or nan.
+AM_WATCH=<file> has every rank write, after each step, a line of numbers to <file>.<rank>."""
+
+import gc
+import importlib.machinery
+import json
+import os
+import sys
+from pathlib import Path
+
+MODULE = "automodel_c.recipes.finetune_vlm"
+
+
+class _Finder(importlib.machinery.PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        if name != MODULE:
+            return None
+        spec = super().find_spec(name, path, target)
+        run = spec.loader.exec_module
+        spec.loader.exec_module = lambda module: (run(module), _change(module))
+        return spec
+
+
+def _change(module):
+    if "AM_FAULT" in os.environ:
+        _break(module)
+    if "AM_WATCH" in os.environ:
+        _watch(module)
+
+
+def _break(module):
+    what, rank, wanted = os.environ["AM_FAULT"].split(":")
+    step = module._step
+
+    def at(run, number, batches):
+        if os.environ["RANK"] == rank and number == int(wanted):
+            if what == "raise":
+                raise ZeroDivisionError("made to fail")
+            for batch in batches:
+                batch["pixel_values"].fill_(float("nan"))
+        return step(run, number, batches)
+
+    module._step = at
+
+
+def _watch(module):
+    """Resident KiB, descriptors, threads, packs seen, plans and attention plans made."""
+    from automodel_c.parallel import context, plan
+
+    step, made = module._step, {"packs": 0, "plans": 0, "attention": 0}
+    file = open(f"{os.environ['AM_WATCH']}.{os.environ['RANK']}", "w", buffering=1)
+
+    def counted(owner, name, key):
+        of = getattr(owner, name)
+
+        def count(*args, **options):
+            made[key] += 1
+            return of(*args, **options)
+
+        setattr(owner, name, count)
+
+    counted(context, "ContextPlan", "plans")
+    counted(plan, "AttentionPlan", "attention")
+
+    def at(run, number, batches):
+        found = step(run, number, batches)
+        made["packs"] += len(batches)
+        if number % 50 == 0:
+            gc.collect()
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        row = {"step": number, "kib": pages * os.sysconf("SC_PAGE_SIZE") // 1024, "loss": found.loss}
+        row |= {"files": len(os.listdir("/proc/self/fd")), "threads": len(os.listdir("/proc/self/task")), **made}
+        file.write(json.dumps(row) + "\n")
+        return found
+
+    module._step = at
+
+
+if "RANK" in os.environ and {"AM_FAULT", "AM_WATCH"} & set(os.environ):
+    sys.meta_path.insert(0, _Finder)

@@ -1,0 +1,75 @@
+"""A run of many steps whose packs are never the same: nothing grows, and no plan is made twice.
+
+AM_SOAK sets the steps (60 here, 2,000 with `make soak`).
+"""
+
+import json
+import os
+import statistics
+import time
+
+import pytest
+
+from tests.faults.runs import RANKS, Run, losses, record
+from tests.faults.test_runs import _poisoned_operators, data  # noqa: F401
+
+STEPS = int(os.environ.get("AM_SOAK", "60"))
+
+
+@pytest.fixture(scope="module")
+def rows(data, tmp_path_factory):  # noqa: F811
+    """What each rank wrote after every step."""
+    folder, began = tmp_path_factory.mktemp("soak"), time.monotonic()
+    overrides = (
+        f"step_scheduler.max_steps={STEPS}",
+        f"lr_scheduler.lr_decay_steps={STEPS}",
+        "step_scheduler.ckpt_every_steps=20",
+        "checkpoint.max_recent_checkpoints=2",
+        "dataset.limit=1500",
+        "dataset.cache=false",  # which grows until all samples have been seen
+    )
+    with Run(folder, data, *overrides, watch=folder / "watch") as run:
+        status, _ = run.wait(timeout=60 + 10 * STEPS)
+        assert status == 0, run.text()
+    texts = [(folder / f"watch.{rank}").read_text() for rank in range(RANKS)]
+    found = [[json.loads(line) for line in text.splitlines()] for text in texts]
+    late = [[row["kib"] for row in rank[-len(rank) // 4 :]] for rank in found]
+    early = [[row["kib"] for row in rank[len(rank) // 2 : -len(rank) // 4]] for rank in found]
+    record(
+        "soak", steps=STEPS, seconds=round(time.monotonic() - began), files=[rank[-1]["files"] for rank in found],
+        kib_of_third_quarter=[statistics.median(x) for x in early], kib_of_last=[statistics.median(x) for x in late],
+        plans=[rank[-1]["plans"] for rank in found], packs=[rank[-1]["packs"] for rank in found],
+    )  # fmt: skip
+    assert [len(rank) for rank in found] == [STEPS] * RANKS and len(losses(folder)) == STEPS
+    return found
+
+
+def test_memory_is_flat(rows):
+    """The last quarter beside the one before: less than a KiB a step, and what an allocator rounds to."""
+    for rank in rows:
+        quarter = len(rank) // 4
+        before, after = rank[2 * quarter : 3 * quarter], rank[3 * quarter :]
+        grown = statistics.median(row["kib"] for row in after) - statistics.median(row["kib"] for row in before)
+        assert grown < 1024 + quarter, f"{grown} KiB more in {quarter} steps"
+
+
+def test_descriptors_and_threads_do_not_grow(rows):
+    for rank in rows:
+        middle = len(rank) // 2
+        for what in ("files", "threads"):
+            most = [max(row[what] for row in half) for half in (rank[5:middle], rank[middle:])]
+            assert most[1] <= most[0] + 1, f"{what}: {most}"
+
+
+def test_no_plan_is_made_twice(rows):
+    """One of the pack's documents and one of its attention, which forward, recomputation and backward of all layers
+    share."""
+    for rank in rows:
+        last = rank[-1]
+        assert last["plans"] == last["packs"] > 0 and last["attention"] <= last["plans"]
+
+
+def test_losses_fall(rows):
+    """It is training that was watched."""
+    means = [statistics.fmean(row["loss"] for row in part) for part in (rows[0][:10], rows[0][-10:])]
+    assert means[1] < means[0]
