@@ -17,7 +17,6 @@ import time
 import pytest
 
 from automodel_c.data.digits import write_digits
-
 from tests.faults.runs import PROMISE_S, RANKS, STEPS, Run, finish, losses, record, resume
 from tests.recipes.test_integrity import flip
 
