@@ -41,7 +41,7 @@ def _refused(capsys, *arguments):
         (["export", DIGITS, "runs"], "required: folder"),
         (["export", DIGITS, "runs", "hf"], "checkpoint.restore_from='runs': expected a folder called step_<n>"),
         (["bench", "atention"], "unknown key atention; the nearest known key is attention"),
-        (["plan", "--lengths", "8", "--ranks", "2"], "required: --explain"),
+        (["plan", "--lengths", "8", "--ranks", "2"], "give a recipe with --gpus N, or --explain"),
         (
             ["plan", "--explain", "--lengths", "8,4x", "--ranks", "2"],
             "expected lengths such as 131072,4096x8, found 8,4x",
