@@ -19,7 +19,7 @@ LONG, TEXTS = 226, 6  # words of the long answer: 236 tokens with the question, 
 def conversations():
     """All of them, each as its messages."""
     yield turn([{"type": "text", "text": "Look"}], "".join(WORDS[i % 7] for i in range(LONG)))
-    lines = [json.loads(line)["messages"] for line in (DIGITS / "train.jsonl").open(encoding="utf-8")]
+    lines = [json.loads(line)["messages"] for line in (DIGITS / "train.jsonl").read_text("utf-8").splitlines()]
     images = [m for m in lines if len(m) == 2 and m[0]["content"][0]["type"] == "image"][:16]
     clips = [m for m in lines if m[0]["content"][0]["type"] == "video"][:12]
     texts = [turn([{"type": "text", "text": "say" + WORDS[i]}], WORDS[i + 1] + WORDS[i]) for i in range(TEXTS)]
@@ -44,7 +44,7 @@ def write():
 def check(run):
     """The last loss, gradients and memory of a run; exit status 1 where one is not as asked. Memory is the most so far,
     on a CPU with what malloc holds: it nears its end slowly, and must not grow by 2 % in the last quarter."""
-    rows = [json.loads(line) for line in (Path(run) / "metrics.jsonl").open(encoding="utf-8")]
+    rows = [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text("utf-8").splitlines()]
     last, settled = rows[-1], rows[len(rows) * 3 // 4]
     grown = last["memory"] / settled["memory"] - 1
     print(f"{len(rows)} steps: loss {rows[0]['loss']:.3f} to {last['loss']:.4f} (asked: below 0.05)")

@@ -49,7 +49,7 @@ def test_four_ranks(data, tmp_path):
     where = [f"dataset.path_or_dataset={data}", f"output_dir={tmp_path}/run"]
     done = run_cli("train", RECIPE, "--nproc", "4", *steps, *where, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").open()]
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert len(rows) == 8
     assert all(math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"]) for row in rows)
     assert rows[-1]["loss"] < 0.7 * rows[0]["loss"]
