@@ -4,6 +4,7 @@ python examples/own_images/ask.py own_images/images/held_out_000.png [question] 
 """
 
 import sys
+from pathlib import Path
 
 import torch
 from PIL import Image
@@ -12,6 +13,8 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTo
 name = sys.argv[1]
 question = sys.argv[2] if len(sys.argv) > 2 else "What is this?"
 folder = sys.argv[3] if len(sys.argv) > 3 else "runs/own_images/hf"
+if not Path(folder).is_dir():
+    sys.exit(f"{folder} is not there: automodel-c train examples/own_images/recipe.yaml writes it")
 
 model = AutoModelForImageTextToText.from_pretrained(folder)
 tokenizer = AutoTokenizer.from_pretrained(folder)
