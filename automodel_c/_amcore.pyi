@@ -501,6 +501,42 @@ def mrope(
     section: Index,
     inverse: bool,
 ) -> None: ...
+def qk_norm_mrope_forward(
+    q_out: Tensor,
+    k_out: Tensor,
+    rstd: Tensor,
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    position_ids: Tensor,
+    *,
+    rotary_dim: int,
+    theta: float,
+    section: Index,
+    eps: float,
+    zero_centered: bool,
+) -> None: ...
+def qk_norm_mrope_backward(
+    dq: Tensor,
+    dk: Tensor,
+    dq_weight: Tensor | None,
+    dk_weight: Tensor | None,
+    partials: Tensor,
+    dq_out: Tensor,
+    dk_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    rstd: Tensor,
+    position_ids: Tensor,
+    *,
+    rotary_dim: int,
+    theta: float,
+    section: Index,
+    zero_centered: bool,
+) -> None: ...
 def vision_rope(
     q_out: Tensor, k_out: Tensor, q: Tensor, k: Tensor, position_ids: Tensor, *, theta: float, inverse: bool
 ) -> None: ...

@@ -1,4 +1,4 @@
-"""Interleaved partial mRoPE of a text with one image, and the tower's axial rotary."""
+"""Interleaved partial mRoPE of a text with one image, its norms in the same pass, and the tower's axial rotary."""
 
 import torch
 
@@ -17,6 +17,14 @@ turned_q, turned_k = amc.ops.mrope(q, k, position_ids, rotary_dim=64, theta=1e7,
 print("positions (T, H, W):", position_ids.tolist())
 print("beyond the rotary part nothing moves:", torch.equal(turned_q[..., 64:], q[..., 64:]))
 print("lengths stay:", (turned_q.norm(dim=-1) - q.norm(dim=-1)).abs().max().item())
+
+weights = torch.randn(256) / 10, torch.randn(256) / 10
+in_one = amc.ops.qk_norm_mrope(q, k, *weights, position_ids, rotary_dim=64, theta=1e7, section=[11, 11, 10])
+normed = [amc.ops.rms_norm(x, weight) for x, weight in zip((q, k), weights, strict=True)]
+in_two = amc.ops.mrope(*normed, position_ids, rotary_dim=64, theta=1e7, section=[11, 11, 10])
+print(
+    "norm and turn in one pass, off by:", max((a - b).abs().max().item() for a, b in zip(in_one, in_two, strict=True))
+)
 
 patches = torch.stack([rows.flatten(), columns.flatten()])
 q = torch.randn(6, 16, 72)

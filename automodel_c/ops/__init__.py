@@ -8,7 +8,7 @@ from automodel_c.ops.loss import cross_entropy, linear_cross_entropy
 from automodel_c.ops.mlp import gelu, sigmoid_gate, swiglu
 from automodel_c.ops.moe import add_shared_expert, load_balancing_loss, moe, per_layer_aux_loss
 from automodel_c.ops.norm import gated_rms_norm, layer_norm, rms_norm
-from automodel_c.ops.rope import mrope, vision_rope
+from automodel_c.ops.rope import mrope, qk_norm_mrope, vision_rope
 
 __all__ = [
     "add_shared_expert",
@@ -25,6 +25,7 @@ __all__ = [
     "moe",
     "mrope",
     "per_layer_aux_loss",
+    "qk_norm_mrope",
     "rms_norm",
     "sigmoid_gate",
     "swiglu",

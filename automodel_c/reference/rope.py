@@ -2,6 +2,8 @@
 
 import torch
 
+from automodel_c.reference.norm import rms_norm
+
 
 def mrope_axis(i, section):
     """The axis (0 T, 1 H, 2 W) that frequency index i reads."""
@@ -15,6 +17,12 @@ def mrope(q, k, position_ids, *, rotary_dim, theta, section):
     pairs = range(rotary_dim // 2)
     angle = torch.stack([positions[mrope_axis(i, section)] * theta ** (-2.0 * i / rotary_dim) for i in pairs], -1)
     return _turn(q, angle), _turn(k, angle)
+
+
+def qk_norm_mrope(q, k, q_weight, k_weight, position_ids, *, rotary_dim, theta, section, eps=1e-6, zero_centered=True):
+    """`mrope` of the RMSNorm of every head of q and k; float64."""
+    q, k = (rms_norm(x, w, eps=eps, zero_centered=zero_centered) for x, w in ((q, q_weight), (k, k_weight)))
+    return mrope(q, k, position_ids, rotary_dim=rotary_dim, theta=theta, section=section)
 
 
 def vision_rope(q, k, position_ids, *, theta=10000.0):

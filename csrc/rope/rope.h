@@ -26,6 +26,7 @@ typedef struct am_rope_args {
     am_i64_array section; /* mrope: [3] pairs of each axis in; what lies beyond R / 2 counts for nothing */
     bool inverse;
     bool vision;
+    const char *name; /* the operator's, in what is said of its arguments */
 } am_rope_args;
 
 am_status am_mrope(am_rope_args *a, const am_exec *ex);

@@ -457,6 +457,16 @@ def rope_calls():
     yield from variants("vision_rope", good, settings, wrong)
     text = {**settings, "rotary_dim": 8, "section": [2, 1, 1]}
     yield from variants("mrope", good, text, [*wrong, ("section", ValueError, "section", [1, 2])])
+    w, rstd, sums = lambda: numbers(8), lambda: numbers(2, 2), lambda: numbers(1, 2, 8, dtype=torch.float64)
+    text = {"theta": 1e4, "rotary_dim": 8, "section": [2, 1, 1], "zero_centered": True}
+    wrong = [("shape", ValueError, 5, lambda: numbers(7)), ("section", ValueError, "section", [1, 2])]
+    forward = [q, q, rstd, q, q, w, w, integers(0, 1)]
+    yield from variants(
+        "qk_norm_mrope_forward", forward, {**text, "eps": 1e-6}, [*wrong, ("eps", ValueError, "eps", -1.0)]
+    )
+    backward = [q, q, w, w, sums, q, q, q, q, w, w, rstd, integers(0, 1)]
+    wrong = [("shape", ValueError, 5, lambda: numbers(2, 2, 8)), ("section", ValueError, "section", [1, 2])]
+    yield from variants("qk_norm_mrope_backward", backward, text, wrong)
 
 
 def mlp_calls():

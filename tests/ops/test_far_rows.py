@@ -54,6 +54,11 @@ CASES = {
         [(ROWS, 2, 16), (ROWS, 1, 16)],
         2,
     ),
+    "qk_norm_mrope": (
+        lambda *x: amc.ops.qk_norm_mrope(*x, torch.arange(ROWS), rotary_dim=8, theta=1e4, section=[2, 1, 1]),
+        [(ROWS, 2, 16), (ROWS, 1, 16), (16,), (16,)],
+        2,
+    ),
     "vision_rope": (
         lambda q, k: amc.ops.vision_rope(q, k, torch.arange(2 * ROWS).view(2, ROWS)),
         [(ROWS, 2, 16), (ROWS, 2, 16)],
