@@ -9,7 +9,8 @@ eager formula as the plain twin; a peer within 5 % of float64.
 
 Written before the first run, share of the copy: forward 0.95 (a row is held in registers, 64 KiB and more in flight on
 a multiprocessor); backward of the norms 0.88 (the tail of a persistent grid, 1.5 % for the second pass over the runs);
-swiglu and sigmoid_gate 0.95 both ways; gelu by erf in bf16 0.9, near the issue limit; mrope 0.93. causal_conv1d forward
+swiglu and sigmoid_gate 0.95 both ways; gelu by erf in bf16 0.9, near the issue limit; mrope 0.93; qk_norm_mrope 0.92
+and 0.87, as the norm of q alone, since the angles are made while rows are on their way. causal_conv1d forward
 0.92 (the 3 rows before each run of 64 are 2.3 % more traffic, the tail 3 %), in uneven documents 0.91, backward 0.85
 (float64 sums of 66 runs are 2.7 %, the last wave 5 %, and it issues for half of the time). gdn_gate 0.85 and 0.75, near
 the issue limit; at the model's 32K tokens, 20 MB in L2, 0.5: launches of a few us, in backward two.
@@ -33,6 +34,7 @@ from tests.numerics import assert_as_good_as
 from tests.ops import test_gate as gate_twin
 from tests.ops import test_mlp as mlp
 from tests.ops import test_norm as norm
+from tests.ops import test_qk_norm_mrope as qk_norm
 from tests.ops import test_rope as rope
 
 JSON = Path(__file__).parents[1] / "results/h200/memory.json"
@@ -199,6 +201,31 @@ def text_rope():
     return Operator(*calls, inputs, extra=(positions,))
 
 
+def fla_norms_and_rope(q, k, q_weight, k_weight, positions):
+    """fla's norm of both and its rotary kernel, which turns by one axis: for text, where the axes are equal."""
+    from fla.modules.rotary import rotary_embedding
+
+    angles = torch.outer(positions[0].float(), QWEN["theta"] ** (-torch.arange(0, 64, 2, device=q.device) / 64))
+    cos, sin = angles.cos().to(q.dtype), angles.sin().to(q.dtype)
+    normed = (fla_rms(q, q_weight), fla_rms(k, k_weight))
+    return tuple(rotary_embedding(x[None], cos, sin)[0] for x in normed)
+
+
+def liger_norms_and_rope(q, k, q_weight, k_weight, positions):
+    """liger's norm of both, then the eager turn: its own rotary kernel turns whole heads."""
+    return rope.naive_mrope(liger_rms(q, q_weight), liger_rms(k, k_weight), positions, **QWEN)
+
+
+def normed_text_rope():
+    """As attention has it: q is the first half of what its projection makes, k a projection of its own."""
+    positions = torch.arange(T, device="cuda").repeat(3, 1)
+    wrap = lambda f: lambda *a: f(*a, **QWEN)  # noqa: E731
+    calls = map(wrap, (amc.ops.qk_norm_mrope, qk_norm.naive, rope_reference.qk_norm_mrope))
+    inputs = [randn(T, 32, 512)[..., :256], randn(T, 2, 256), randn(256), randn(256)]
+    peers = {"fla": fla_norms_and_rope, "liger": liger_norms_and_rope}
+    return Operator(*calls, inputs, peers, extra=(positions,))
+
+
 def tower_rope():
     positions = torch.stack([torch.arange(2 * T, device="cuda") // 64, torch.arange(2 * T, device="cuda") % 64])
     inputs = [randn(2 * T, 16, 72), randn(2 * T, 16, 72)]
@@ -220,6 +247,7 @@ CASES = {
     "sigmoid_gate": attention_gate,
     "gelu": lambda: of_mlp("gelu", [(2 * T, 4304)]),
     "gelu tanh": lambda: of_mlp("gelu-tanh", [(2 * T, 4304)]),
+    "qk_norm_mrope": normed_text_rope,
     "mrope": text_rope,
     "vision_rope": tower_rope,
     "causal_conv1d": of_conv,
@@ -309,7 +337,7 @@ def row(name, op, direction, wanted):
     outputs = forward_of(op.ours, op.inputs, op.extra)()
     traffic = bytes_of(op.inputs) + bytes_of(outputs)
     if direction == "bwd":  # mrope's gradient needs no inputs; the gradient of a residual is the input's
-        needed = bytes_of(op.upstream) + (0 if "rope" in name else bytes_of(op.inputs))
+        needed = bytes_of(op.upstream) + (0 if name in ("mrope", "vision_rope") else bytes_of(op.inputs))
         written = bytes_of(op.inputs)
         if "residual" in name:
             needed, written = bytes_of(op.upstream) + bytes_of(outputs[:1]), bytes_of(op.inputs[1:])
