@@ -13,11 +13,12 @@ from tests.recipes.conftest import DIGITS
 
 RUN = {
     "attention_forward", "attention_backward", "rms_norm_forward", "rms_norm_backward", "gated_rms_norm_forward",
-    "gated_rms_norm_backward", "layer_norm_forward", "layer_norm_backward", "mrope", "vision_rope", "swiglu_forward",
-    "swiglu_backward", "sigmoid_gate_forward", "sigmoid_gate_backward", "gelu_forward", "gelu_backward",
-    "gated_delta_rule_forward", "gated_delta_rule_backward", "causal_conv1d_forward", "causal_conv1d_backward",
-    "gdn_gate_forward", "gdn_gate_backward", "moe_forward", "moe_backward", "shared_expert_forward",
-    "shared_expert_backward", "linear_cross_entropy_rows", "linear_cross_entropy_grad", "adam_step", "grad_sumsq",
+    "gated_rms_norm_backward", "layer_norm_forward", "layer_norm_backward", "qk_norm_mrope_forward",
+    "qk_norm_mrope_backward", "vision_rope", "swiglu_forward", "swiglu_backward", "sigmoid_gate_forward",
+    "sigmoid_gate_backward", "gelu_forward", "gelu_backward", "gated_delta_rule_forward",
+    "gated_delta_rule_backward", "causal_conv1d_forward", "causal_conv1d_backward", "gdn_gate_forward",
+    "gdn_gate_backward", "moe_forward", "moe_backward", "shared_expert_forward", "shared_expert_backward",
+    "linear_cross_entropy_rows", "linear_cross_entropy_grad", "adam_step", "grad_sumsq",
 }  # fmt: skip
 # what torch may do in a step: dense layers, rows of tables by index, sums and scales, and memory
 TORCH = {

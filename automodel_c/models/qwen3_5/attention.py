@@ -26,5 +26,11 @@ class Attention(nn.Module):
         """x [T, H] -> [T, H]."""
         q, gate = self.q_proj(x).unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
         k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.k_proj, self.v_proj))
-        q, k = ops.mrope(self.q_norm(q), self.k_norm(k), step.positions, **self.rope)
+        q, k = self._normed_and_turned(q, k, step.positions)
         return self.o_proj(ops.sigmoid_gate(step.attention(q, k, v), gate).flatten(1))
+
+    def _normed_and_turned(self, q, k, positions):
+        if q.is_cuda:  # in one pass as well, once its kernel has run on a GPU: it was compiled and emulated
+            return ops.mrope(self.q_norm(q), self.k_norm(k), positions, **self.rope)
+        weights = self.q_norm.weight, self.k_norm.weight
+        return ops.qk_norm_mrope(q, k, *weights, positions, eps=self.q_norm.eps, **self.rope)
