@@ -55,7 +55,9 @@ def test_attention_error_rule(seed, dtype, dim, heads, causal):
 
 @DTYPES
 @pytest.mark.parametrize("dim", [64, 72, 128, 256])
-@pytest.mark.parametrize("tokens", [1, 31, 32, 33, 63, 64, 65, 79, 80, 81, 127, 128, 129, 160, 161, 175, 176, 177])
+@pytest.mark.parametrize(
+    "tokens", [1, 31, 32, 33, 63, 64, 65, 79, 80, 81, 127, 128, 129, 160, 161, 175, 176, 177, 255, 256, 257]
+)
 def test_tile_edges(seed, dtype, dim, tokens):
     inputs, *more = [draw(tokens, (16, 1), dim, dtype) for _ in range(2)]
     check(inputs, [(0, tokens)], more=more, by=there)
@@ -368,7 +370,8 @@ def test_a_head_dim_without_a_row_is_refused():
         ((32, 8), 128, F16, "d128 f16 sm90", "d128 f16 sm90"),
         ((4, 2), 64, BF16, "d64 bf16 sm90", "d64 bf16 sm90"),
         ((4, 2), 64, F16, "d64 f16 sm90", "d64 f16 sm90"),
-        ((4, 2), 72, BF16, "d80 bf16 sm90", "d80 bf16 sm90"),
+        ((4, 2), 72, BF16, "d72 bf16 sm90", "d80 bf16 sm90"),
+        ((4, 2), 80, BF16, "d80 bf16 sm90", "d80 bf16 sm90"),
         ((16, 16), 80, F16, "d80 f16 sm90", "d80 f16 sm90"),
         ((4, 2), 32, BF16, "simple", "simple"),
     ],

@@ -17,6 +17,18 @@
  * Floor: 4 D flops a visible score at the rate of the tensor cores, and a tile reads its keys and values (4 D bytes a
  * key) from L2: 128 flops a byte. D 256, one causal document of 8,192 tokens and 32 heads: 1.10 TFLOP,
  * 1.39 ms at 790 TFLOP/s; 8.6 GB from L2 (6.2 TB/s), 0.3 GB from memory.
+ *
+ * Head dim 128, 32 heads of queries and 8 of keys, in ways that lost to this one (bf16, causal, one H200, interleaved;
+ * TFLOP/s on 8K, 32K, 32K in heavy-tailed documents; the second runs of the same kernel differ by 2 % on 32K):
+ *   this kernel, 176 keys                                        695, 677, 569 (FlashAttention-3 709, 716, 562)
+ *   tiles without a seam (attention_fwd_turns_sm90.cuh), 128, 144 and 160 keys
+ *                                                                672, 638, 572; 675, 648, 571; 679, 636, 577
+ *   the same by turns, 128 and 160 keys                          671, 619, 573; 676, 623, 576
+ *   the same with two sets of scores, 96 and 112 keys            565, 527, 469; 624, 591, 498
+ *   one launch before the kernel, this one's beginning under it  698, 661, 575; 160 keys without a seam 683, 634, 584
+ * Nsight Compute on 8K: tensor cores busy 78.6 % of the cycles, 41 % of the exponentials' rate, 4.5 GB from L2, 783 us.
+ * The wait for O += P V stands in front of the exponentials in the machine code (the assembler's doing), so that a
+ * warpgroup's softmax runs under the other's products alone: that is what to mend first.
  */
 #ifndef ATTENTION_FWD_SM90_CUH
 #define ATTENTION_FWD_SM90_CUH
@@ -31,7 +43,7 @@ namespace attention_sm90
 /* kD columns in shared memory, in sums over keys and in O; kDepth of them in scores, where the head dim is no multiple
  * of 64: the copy engine fills the rest with zeros. */
 template <int kD_, int kDepth_ = kD_> struct Tile {
-    static constexpr int kD = kD_, kDepth = kDepth_;
+    static constexpr int kD = kD_, kDepth = kDepth_, kOut = kD_;
     static constexpr int kM = 128, kN = kD == 256 ? 80 : kDepth == 128 ? 176 : 128, kStages = 2, kMathWgs = 2;
     static constexpr int kBoxes = kD / 64; /* of 64 elements, 128 bytes */
     static constexpr int kLoadRegs = 40, kMathRegs = 232;
@@ -177,7 +189,7 @@ template <class T> __device__ void clear_tail(char *v, int rows)
 
 /* Row r of the thread's two (8 apart): out, and lse by the quad's first lane. */
 template <class T, class E>
-__device__ __forceinline__ void write_row(const Args &a, const Work &w, const float (&o)[T::kD / 2], int r, int row,
+__device__ __forceinline__ void write_row(const Args &a, const Work &w, const float (&o)[T::kOut / 2], int r, int row,
                                           float top, float total)
 {
     total += __shfl_xor_sync(0xffffffffu, total, 1);
@@ -311,18 +323,12 @@ inline bool fits(const am_attention_args *a, am_dtype dtype, int64_t least, int6
            a->q.shape[0] * group / Tile<256>::kM + a->docs.n / 2 < (1ll << 31) / a->k.shape[1];
 }
 
-template <class T, class E> am_status launch(const am_attention_args *a, cudaStream_t stream)
+template <class T> am_status fill_args(Args *to, const am_attention_args *a)
 {
     constexpr float kLeast = 1e-30f; /* a scale of 0 would make NaN of hidden scores */
-    constexpr size_t kSmem = sizeof(Smem<T>) + 1024;
-    static_assert(kSmem <= 232448, "227 KiB of shared memory");
     const AttentionScratch scratch = attention_scratch(a, false);
     const int64_t group = a->q.shape[1] / a->k.shape[1];
-    Args args = {};
-    int sms = 0;
-    AM_TRY(multiprocessors(&sms));
-    AM_TRY(attention_fill_gaps(a, false, stream));
-    AM_TRY(attention_place_tiles(a, false, T::kM / group, scratch.first, scratch.next, stream));
+    Args &args = *to;
     AM_TRY(tensor_map_of(&args.q, &a->q, static_cast<uint32_t>(T::kM / group), static_cast<uint32_t>(group)));
     AM_TRY(tensor_map_of(&args.k, &a->k, T::kN, 1));
     AM_TRY(tensor_map_of(&args.v, &a->v, T::kN, 1));
@@ -338,6 +344,20 @@ template <class T, class E> am_status launch(const am_attention_args *a, cudaStr
     args.scale_log2 = fmaxf(static_cast<float>(a->scale * 1.4426950408889634), kLeast);
     args.dim = static_cast<int>(a->q.shape[2]);
     args.causal = a->causal;
+    return AM_OK;
+}
+
+template <class T, class E> am_status launch(const am_attention_args *a, cudaStream_t stream)
+{
+    constexpr size_t kSmem = sizeof(Smem<T>) + 1024;
+    static_assert(kSmem <= 232448, "227 KiB of shared memory");
+    const int64_t group = a->q.shape[1] / a->k.shape[1];
+    Args args = {};
+    int sms = 0;
+    AM_TRY(multiprocessors(&sms));
+    AM_TRY(fill_args<T>(&args, a));
+    AM_TRY(attention_fill_gaps(a, false, stream));
+    AM_TRY(attention_place_tiles(a, false, T::kM / group, attention_scratch(a, false).first, args.next, stream));
     AM_CUDA(cudaFuncSetAttribute(attention_fwd_sm90_kernel<T, E>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmem));
     attention_fwd_sm90_kernel<T, E><<<static_cast<unsigned>(sms), T::kThreads, kSmem, stream>>>(args);
     AM_CUDA_LAUNCHED();

@@ -3,6 +3,7 @@
  * Floor: both read the documents once (16 bytes each) and write the gaps; on a pack without gaps a launch is the cost.
  */
 #include "attention_rows.h"
+#include "ptx_sm90.cuh"
 
 #include <cuda_bf16.h>
 
@@ -18,9 +19,8 @@ __device__ int64_t tiles_of(const int64_t *of, const int64_t *order, int64_t pla
 }
 
 /* One block: each thread sums a run of documents, the block scans the sums, each thread counts through its run. */
-__global__ void __launch_bounds__(kThreads)
-    attention_place_tiles_kernel(const int64_t *of, const int64_t *order, int64_t n, int64_t rows, int64_t *first,
-                                 int64_t *next)
+__device__ void place_tiles(const int64_t *of, const int64_t *order, int64_t n, int64_t rows, int64_t *first,
+                            int64_t *next)
 {
     __shared__ int64_t sums[kThreads];
     const int me = static_cast<int>(threadIdx.x);
@@ -45,6 +45,13 @@ __global__ void __launch_bounds__(kThreads)
         first[n] = sums[me];
         *next = 0;
     }
+}
+
+__global__ void __launch_bounds__(kThreads)
+    attention_place_tiles_kernel(const int64_t *of, const int64_t *order, int64_t n, int64_t rows, int64_t *first,
+                                 int64_t *next)
+{
+    place_tiles(of, order, n, rows, first, next);
 }
 
 struct Gap {
@@ -74,6 +81,19 @@ __device__ bool outside(const int64_t *docs, int64_t n, int64_t token)
     return low < 0 || token >= docs[2 * low + 1];
 }
 
+__device__ void fill_token(const Gaps &g, int64_t t, int lane)
+{
+    for (int i = 0; i < g.n; i++)
+        for (int64_t e = lane; e < g.gap[i].heads * g.gap[i].inner; e += 32) {
+            const AttentionView &v = g.gap[i].view;
+            const int64_t at = t * v.token + e / g.gap[i].inner * v.head + e % g.gap[i].inner;
+            if (g.gap[i].bytes == 4)
+                static_cast<uint32_t *>(v.data)[at] = g.gap[i].bits;
+            else
+                static_cast<uint16_t *>(v.data)[at] = static_cast<uint16_t>(g.gap[i].bits);
+        }
+}
+
 /* A warp a token. */
 __global__ void __launch_bounds__(256) attention_fill_gaps_kernel(const __grid_constant__ Gaps g)
 {
@@ -82,15 +102,26 @@ __global__ void __launch_bounds__(256) attention_fill_gaps_kernel(const __grid_c
     for (int64_t t = static_cast<int64_t>(blockIdx.x) * 8 + threadIdx.x / 32; t < g.tokens; t += step) {
         if (!outside(g.docs, g.n_docs, t))
             continue;
-        for (int i = 0; i < g.n; i++)
-            for (int64_t e = lane; e < g.gap[i].heads * g.gap[i].inner; e += 32) {
-                const AttentionView &v = g.gap[i].view;
-                const int64_t at = t * v.token + e / g.gap[i].inner * v.head + e % g.gap[i].inner;
-                if (g.gap[i].bytes == 4)
-                    static_cast<uint32_t *>(v.data)[at] = g.gap[i].bits;
-                else
-                    static_cast<uint16_t *>(v.data)[at] = static_cast<uint16_t>(g.gap[i].bits);
-            }
+        fill_token(g, t, lane);
+    }
+}
+
+/* Both at once: block 0 counts tiles; of the others a thread looks at a token, its warp fills what is a gap. */
+__global__ void __launch_bounds__(kThreads)
+    attention_prepare_kernel(const __grid_constant__ Gaps g, const int64_t *order, int64_t rows, int64_t *first,
+                             int64_t *next)
+{
+    ptx::griddepcontrol_launch_dependents();
+    if (blockIdx.x == 0) {
+        place_tiles(g.docs, order, g.n_docs, rows, first, next);
+        return;
+    }
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    const int64_t step = static_cast<int64_t>(gridDim.x - 1) * kThreads;
+    for (int64_t t = static_cast<int64_t>(blockIdx.x - 1) * kThreads + threadIdx.x - lane; t < g.tokens; t += step) {
+        const bool gap = t + lane < g.tokens && outside(g.docs, g.n_docs, t + lane);
+        for (uint32_t left = __ballot_sync(0xffffffffu, gap); left != 0; left &= left - 1)
+            fill_token(g, t + __ffs(static_cast<int>(left)) - 1, lane);
     }
 }
 
@@ -115,6 +146,20 @@ am_status fill(const Gaps &g, cudaStream_t stream)
     attention_fill_gaps_kernel<<<static_cast<unsigned>(blocks < kMost ? blocks : kMost), 256, 0, stream>>>(g);
     AM_CUDA_LAUNCHED();
     return AM_OK;
+}
+
+Gaps forward_gaps(const am_attention_args *a)
+{
+    constexpr uint32_t kMinusInfinity = 0xff800000u;
+    const AttentionDocs docs = attention_docs(a);
+    Gaps g = {};
+    g.n_docs = docs.n;
+    g.docs = docs.q;
+    g.tokens = a->q.shape[0];
+    add_gap(g, a->out, 0);
+    add_gap(g, a->lse, kMinusInfinity);
+    add_gap(g, a->lse_low, 0);
+    return g;
 }
 
 } // namespace
@@ -164,24 +209,31 @@ am_status attention_place_tiles(const am_attention_args *a, bool of_keys, int64_
 
 am_status attention_fill_gaps(const am_attention_args *a, bool backward, cudaStream_t stream)
 {
-    constexpr uint32_t kMinusInfinity = 0xff800000u;
+    if (!backward)
+        return fill(forward_gaps(a), stream);
     const AttentionDocs docs = attention_docs(a);
     Gaps g = {};
     g.n_docs = docs.n;
     g.docs = docs.q;
     g.tokens = a->q.shape[0];
-    if (backward) {
-        add_gap(g, a->dq, 0);
-        AM_TRY(fill(g, stream));
-        g.n = 0;
-        g.docs = docs.k;
-        g.tokens = a->k.shape[0];
-        add_gap(g, a->dk, 0);
-        add_gap(g, a->dv, 0);
-    } else {
-        add_gap(g, a->out, 0);
-        add_gap(g, a->lse, kMinusInfinity);
-        add_gap(g, a->lse_low, 0);
-    }
+    add_gap(g, a->dq, 0);
+    AM_TRY(fill(g, stream));
+    g.n = 0;
+    g.docs = docs.k;
+    g.tokens = a->k.shape[0];
+    add_gap(g, a->dk, 0);
+    add_gap(g, a->dv, 0);
     return fill(g, stream);
+}
+
+am_status attention_prepare(const am_attention_args *a, int64_t rows, int64_t *first, int64_t *next,
+                            cudaStream_t stream)
+{
+    constexpr int64_t kMost = 1024;
+    const Gaps g = forward_gaps(a);
+    const int64_t blocks = (g.tokens + kThreads - 1) / kThreads;
+    attention_prepare_kernel<<<static_cast<unsigned>(1 + (blocks < kMost ? blocks : kMost)), kThreads, 0, stream>>>(
+        g, attention_docs(a).order, rows, first, next);
+    AM_CUDA_LAUNCHED();
+    return AM_OK;
 }

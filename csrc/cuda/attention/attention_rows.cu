@@ -12,6 +12,7 @@ const AttentionRow forward_rows[] = {
     {"d256 f16 sm90", attention_fits_d256_f16, attention_fwd_d256_f16},
     {"d128 bf16 sm90", attention_fits_d128_bf16, attention_fwd_d128_bf16},
     {"d128 f16 sm90", attention_fits_d128_f16, attention_fwd_d128_f16},
+    {"d72 bf16 sm90", attention_fits_d72_bf16, attention_fwd_d72_bf16},
     {"d80 bf16 sm90", attention_fits_d80_bf16, attention_fwd_d80_bf16},
     {"d64 bf16 sm90", attention_fits_d64_bf16, attention_fwd_d64_bf16},
     {"d80 f16 sm90", attention_fits_d80_f16, attention_fwd_d80_f16},

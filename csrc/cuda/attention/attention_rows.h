@@ -37,10 +37,15 @@ am_status attention_place_tiles(const am_attention_args *a, bool of_keys, int64_
 /* Zeros (lse: -inf) in the tokens outside every document: out, lse, lse_low; or dq, dk, dv. */
 am_status attention_fill_gaps(const am_attention_args *a, bool backward, cudaStream_t stream);
 
+/* Both for the queries of a forward pass in one launch, under which a kernel that waits for it may begin. */
+am_status attention_prepare(const am_attention_args *a, int64_t rows, int64_t *first, int64_t *next,
+                            cudaStream_t stream);
+
 bool attention_fits_d256_bf16(const am_attention_args *a);
 bool attention_fits_d256_f16(const am_attention_args *a);
 bool attention_fits_d128_bf16(const am_attention_args *a);
 bool attention_fits_d128_f16(const am_attention_args *a);
+bool attention_fits_d72_bf16(const am_attention_args *a);
 bool attention_fits_d80_bf16(const am_attention_args *a);
 bool attention_fits_d64_bf16(const am_attention_args *a);
 bool attention_fits_d80_f16(const am_attention_args *a);
@@ -49,6 +54,7 @@ am_status attention_fwd_d256_bf16(const am_attention_args *a, cudaStream_t strea
 am_status attention_fwd_d256_f16(const am_attention_args *a, cudaStream_t stream);
 am_status attention_fwd_d128_bf16(const am_attention_args *a, cudaStream_t stream);
 am_status attention_fwd_d128_f16(const am_attention_args *a, cudaStream_t stream);
+am_status attention_fwd_d72_bf16(const am_attention_args *a, cudaStream_t stream);
 am_status attention_fwd_d80_bf16(const am_attention_args *a, cudaStream_t stream);
 am_status attention_fwd_d64_bf16(const am_attention_args *a, cudaStream_t stream);
 am_status attention_fwd_d80_f16(const am_attention_args *a, cudaStream_t stream);

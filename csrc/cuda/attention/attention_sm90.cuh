@@ -122,6 +122,10 @@ template <> struct Element<__nv_bfloat16> {
     {
         ptx::wgmma_m64n64k16_bf16_rs(d, a, b, true);
     }
+    __device__ static void weigh(float (&d)[36], const uint32_t (&a)[4], uint64_t b, bool keep)
+    {
+        ptx::wgmma_m64n72k16_bf16_rs(d, a, b, keep);
+    }
 };
 
 template <> struct Element<__half> {
@@ -224,10 +228,10 @@ __device__ __forceinline__ void store_row(E *to, bool real, const float (&o)[kCo
 {
     const int lane = static_cast<int>(threadIdx.x % 4);
 #pragma unroll
-    for (int j = 0; j < kCount / 16; j++) {
-        uint32_t words[4];
+    for (int j = 0; j < (kCount + 15) / 16; j++) {
+        uint32_t words[4] = {};
 #pragma unroll
-        for (int i = 0; i < 4; i++)
+        for (int i = 0; i < 4 && 16 * j + 4 * i < kCount; i++)
             words[i] = Element<E>::pack(o[16 * j + 4 * i + 2 * r] * factor, o[16 * j + 4 * i + 2 * r + 1] * factor);
         const uint4 whole = turn(words[0], words[1], words[2], words[3]);
         if (real && 32 * j + 8 * lane < dim)

@@ -218,6 +218,17 @@ __device__ inline void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], u
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+/* Programmatic dependence of a grid on the one before it in its stream. */
+
+/* Until the grid before has ended and what it wrote is seen; at once where the launch asked for no overlap. */
+__device__ inline void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+/* The next grid may begin, up to its wait, when all blocks have come here. */
+__device__ inline void griddepcontrol_launch_dependents()
+{
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
 /* Registers and barriers of warpgroups. */
 
 template <int kRegisters> __device__ inline void setmaxnreg_inc()
