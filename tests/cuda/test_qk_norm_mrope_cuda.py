@@ -46,7 +46,7 @@ def positions_of(tokens, largest=1000):
 )
 def test_error_rule(seed, tokens, n_heads, kv_heads, dim, options, dtype):
     for largest in (100, 200_000):
-        draws = [made(tokens, (n_heads, kv_heads), dim, dtype) for _ in range(draws_for(tokens * dim))]
+        draws = [made(tokens, (n_heads, kv_heads), dim, dtype) for _ in range(draws_for(tokens * dim, 512))]
         compare(draws, positions_of(tokens, largest), **options)
 
 

@@ -38,7 +38,7 @@ def run(function, inputs, upstream, positions, **options):
 
 
 def compare(draws, positions, **options):
-    """The error rule over independent draws of the same shapes."""
+    """The error rule over independent draws of the same shapes; small heads cancel, and need many for a fair mean."""
     rows = [[], [], []]
     for inputs in draws:
         upstream = [torch.randn_like(x) for x in inputs[:2]]
@@ -58,7 +58,7 @@ def ours(inputs, positions, **options):
 @pytest.mark.parametrize(("tokens", "heads", "kv_heads", "dim", "options"), MROPE)
 def test_error_rule(isa, seed, tokens, heads, kv_heads, dim, options, dtype):
     for largest in (100, 200_000):
-        draws = [draw(tokens, (heads, kv_heads), dim, dtype) for _ in range(draws_for(tokens * dim))]
+        draws = [draw(tokens, (heads, kv_heads), dim, dtype) for _ in range(draws_for(tokens * dim, 512))]
         compare(draws, torch.randint(0, largest, (3, tokens)), **options)
 
 
