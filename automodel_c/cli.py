@@ -315,11 +315,16 @@ def _dry_run(recipe, arguments):
 
 
 def _train_here(recipe, check, profile):
+    from .parallel.faults import RankFailure
     from .recipes.finetune_vlm import UsageError, train
     from .recipes.interrupt import Interrupted
 
     try:
         train(recipe, check=check, profile=profile)
+    except RankFailure as error:
+        if error.message.startswith("KeyboardInterrupt"):  # the other rank was quicker to leave at once
+            raise KeyboardInterrupt from None
+        raise
     except UsageError as error:
         return _complain(error)
     except Interrupted as error:
