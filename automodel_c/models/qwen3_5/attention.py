@@ -1,7 +1,6 @@
 """Full attention with a sigmoid gate on its output and interleaved rotary positions."""
 
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from automodel_c import ops
 from automodel_c.parallel.tensor import TensorParallel
@@ -40,9 +39,9 @@ class Attention(nn.Module):
         return self.o_proj(self.tp.own(out))
 
     def _normed_and_turned(self, q, k, positions):
-        weights = self.q_norm.weight, self.k_norm.weight
         # in one pass on GPUs as well, once its kernel has run there: it was compiled and emulated. Where ranks of tp
         # split the heads the norms are FSDP2 units of their own, which gather when they are called
-        if q.is_cuda or any(isinstance(weight, DTensor) for weight in weights):
+        if q.is_cuda or is_split(self, "self_attn"):
             return ops.mrope(self.q_norm(q), self.k_norm(k), positions, **self.rope)
+        weights = self.q_norm.weight, self.k_norm.weight
         return ops.qk_norm_mrope(q, k, *weights, positions, eps=self.q_norm.eps, **self.rope)
