@@ -45,12 +45,15 @@ def rows(data, tmp_path_factory):  # noqa: F811
 
 
 def test_memory_is_flat(rows):
-    """The last quarter beside the one before: less than a KiB a step, and what an allocator rounds to."""
+    """In the last quarter, when all that is made once is made: its last third beside its first. A short run is still
+    warming up, by 40 KiB a step and less and less."""
+    limit = 512 if STEPS >= 500 else 2048
     for rank in rows:
-        quarter = len(rank) // 4
-        before, after = rank[2 * quarter : 3 * quarter], rank[3 * quarter :]
-        grown = statistics.median(row["kib"] for row in after) - statistics.median(row["kib"] for row in before)
-        assert grown < 1024 + quarter, f"{grown} KiB more in {quarter} steps"
+        third = max(1, len(rank) // 12)
+        before, after = (
+            statistics.median(row["kib"] for row in part) for part in (rank[-3 * third : -2 * third], rank[-third:])
+        )
+        assert after - before < limit, f"{after - before} KiB more in {2 * third} steps"
 
 
 def test_descriptors_and_threads_do_not_grow(rows):
