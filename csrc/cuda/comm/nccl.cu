@@ -390,8 +390,7 @@ am_status attach(const am_comm_attach_args *a, Comm *c)
     return with_device(c, [&] { return window::attach(c->window, a->handles); });
 }
 
-template <typename Args, typename Call>
-am_status using_comm(const char *fn, const Args *a, const Call &call)
+template <typename Args, typename Call> am_status using_comm(const char *fn, const Args *a, const Call &call)
 {
     Comm *c;
     AM_TRY(acquire(fn, a->comm, &c));

@@ -80,8 +80,7 @@ template <typename In, typename Out, typename Parts>
 am_status run(const Reduce &r, const Parts &parts, cudaStream_t stream)
 {
     constexpr int kPer = 16 / static_cast<int>(sizeof(In)), kOut = kPer * static_cast<int>(sizeof(Out));
-    const bool fits =
-        is_aligned(parts, r.ranks) && reinterpret_cast<uintptr_t>(r.out) % kOut == 0 && r.n % kPer == 0;
+    const bool fits = is_aligned(parts, r.ranks) && reinterpret_cast<uintptr_t>(r.out) % kOut == 0 && r.n % kPer == 0;
     const int64_t each = static_cast<int64_t>(kThreads) * (fits ? kPer : 1), blocks = (r.n + each - 1) / each;
     const unsigned grid = static_cast<unsigned>(blocks < kBlocks ? blocks : kBlocks);
     if (fits)

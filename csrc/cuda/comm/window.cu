@@ -118,16 +118,14 @@ am_status driver(CUresult wrong, const char *what)
 
 am_status wait_for(const Window *w, const uint32_t *number, uint32_t least, cudaStream_t stream)
 {
-    return driver(
-        w->stream.wait(stream, reinterpret_cast<CUdeviceptr>(number), least, CU_STREAM_WAIT_VALUE_GEQ),
-        "cuStreamWaitValue32");
+    return driver(w->stream.wait(stream, reinterpret_cast<CUdeviceptr>(number), least, CU_STREAM_WAIT_VALUE_GEQ),
+                  "cuStreamWaitValue32");
 }
 
 am_status tell(const Window *w, uint32_t *number, uint32_t value, cudaStream_t stream)
 {
-    return driver(
-        w->stream.write(stream, reinterpret_cast<CUdeviceptr>(number), value, CU_STREAM_WRITE_VALUE_DEFAULT),
-        "cuStreamWriteValue32");
+    return driver(w->stream.write(stream, reinterpret_cast<CUdeviceptr>(number), value, CU_STREAM_WRITE_VALUE_DEFAULT),
+                  "cuStreamWriteValue32");
 }
 
 am_status fill(Window *w, char *handle)
@@ -141,7 +139,8 @@ am_status fill(Window *w, char *handle)
     AM_CUDA(cudaIpcGetMemHandle(&memory, at));
     AM_TRY(map_numbers(w->name, true, &w->peers[w->rank].numbers));
     for (size_t i = 0; i < sizeof memory; i++)
-        (void)snprintf(handle + 2 * i, 3, "%02x", static_cast<unsigned>(static_cast<unsigned char>(memory.reserved[i])));
+        (void)snprintf(handle + 2 * i, 3, "%02x",
+                       static_cast<unsigned>(static_cast<unsigned char>(memory.reserved[i])));
     (void)snprintf(handle + 2 * sizeof memory, kName + 1, "%-64s", w->name);
     return AM_OK;
 }
@@ -169,8 +168,8 @@ am_status put(Window *w, int to, const void *from, int64_t bytes, cudaStream_t s
     const uint32_t n = peer->put++;
     if (n >= kSlots)
         AM_TRY(wait_for(w, &w->peers[w->rank].numbers->taken[to * kLine], n - kSlots + 1, stream));
-    AM_CUDA(cudaMemcpyAsync(place(w, to, w->rank, n), from, static_cast<size_t>(bytes), cudaMemcpyDeviceToDevice,
-                            stream));
+    AM_CUDA(
+        cudaMemcpyAsync(place(w, to, w->rank, n), from, static_cast<size_t>(bytes), cudaMemcpyDeviceToDevice, stream));
     return tell(w, &peer->numbers->arrived[w->rank * kLine], n + 1, stream);
 }
 

@@ -36,7 +36,8 @@ struct Streams {
 
 struct Window;
 
-/* This rank's, whose places hold `chunk` bytes each; `handle` gets kHandle letters and an end. The device is current. */
+/* This rank's, whose places hold `chunk` bytes each; `handle` gets kHandle letters and an end. The device is current.
+ */
 am_status make(int rank, int ranks, int64_t chunk, Window **out, char *handle);
 
 /* Maps the others'. handles: kHandle letters a rank, side by side. */
