@@ -56,7 +56,7 @@ __device__ void narrow(uint16_t *to, float x)
 }
 
 template <typename In, typename Out, int N, typename Parts>
-__global__ void __launch_bounds__(kThreads) comm_reduce_kernel(const Reduce r, const Parts parts)
+__global__ void __launch_bounds__(kThreads) comm_reduce_kernel(const Reduce r, const __grid_constant__ Parts parts)
 {
     const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads * N;
     for (int64_t at = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * N; at < r.n; at += step) {
