@@ -407,7 +407,7 @@ def moe_route_backward(
     top_k: int,
 ) -> None: ...
 def moe_experts_forward(
-    out: Tensor,
+    out: Tensor | None,
     workspace: Tensor,
     hidden: Tensor,
     gate_up: Tensor,

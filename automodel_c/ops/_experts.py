@@ -19,14 +19,16 @@ def route(hidden, router_weight, padding, top_k):
     return _route(hidden, router_weight, padding, top_k)[:5]
 
 
-def experts(hidden, gate_up, down, chosen, weights):
+def experts(hidden, gate_up, down, chosen, weights, need_output=True):
     """Sum over a row's experts of its weight times the expert's output -> [T, H]; rows without an expert here: 0.
+    need_output: False where only backward will look at this call; the sum is then not made, zeros stand for it.
 
     hidden [T, H], gate_up [E, 2I, H], down [E, H, I], chosen int32 [T, k], -1 is no expert here, weights float32
     [T, k].
     """
     keep = torch.is_grad_enabled() and any(x.requires_grad for x in (hidden, gate_up, down, weights))
-    return _experts(hidden, gate_up, down, chosen, weights, keep)[0]
+    out = _experts(hidden, gate_up, down, chosen, weights, keep, need_output)[0]
+    return out if need_output else out.expand(hidden.shape)
 
 
 def _route_outputs(hidden, router_weight, top_k, empty):
@@ -80,17 +82,21 @@ def _route_derivative(ctx, dweights, _, __, dprob_sum, *___):
     return *_route_backward(dweights, dprob_sum, *saved), None, None
 
 
-def _experts_outputs(hidden, down, chosen, keep, empty):
+def _experts_outputs(hidden, down, chosen, keep, whole, empty):
+    """A row stands for a sum that is not needed."""
     products = (chosen.numel(), 2 * down.shape[2]) if keep else (0,)
-    return empty(hidden.shape, hidden.dtype), empty(products, hidden.dtype)
+    return empty(hidden.shape if whole else hidden.shape[-1:], hidden.dtype), empty(products, hidden.dtype)
 
 
-def _experts_kernel(hidden, gate_up, down, chosen, weights, keep):
+def _experts_kernel(hidden, gate_up, down, chosen, weights, keep, whole):
     top_k = chosen.shape[1]
     nbytes = _amcore.moe_workspace(hidden, None, gate_up, down, top_k=top_k, backward=False)
-    results = _experts_outputs(hidden, down, chosen, keep, lambda s, d: _alloc.empty(s, d, hidden.device))
+    results = _experts_outputs(hidden, down, chosen, keep, whole, lambda s, d: _alloc.empty(s, d, hidden.device))
     scratch, products = _alloc.workspace(nbytes, hidden.device), results[1] if keep else None
-    _amcore.moe_experts_forward(results[0], scratch, hidden, gate_up, down, chosen, weights, products, top_k=top_k)
+    out = results[0] if whole else None
+    if not whole:
+        results[0].zero_()
+    _amcore.moe_experts_forward(out, scratch, hidden, gate_up, down, chosen, weights, products, top_k=top_k)
     return results
 
 
@@ -113,7 +119,7 @@ def _experts_setup(ctx, inputs, output):
 
 def _experts_derivative(ctx, dout, _):
     dhidden, dgate_up, ddown, dweights = _experts_backward(dout, *ctx.saved_tensors)
-    return dhidden, dgate_up, ddown, None, dweights, None
+    return dhidden, dgate_up, ddown, None, dweights, None, None
 
 
 _route_backward = define(
@@ -144,11 +150,12 @@ _experts_backward = define(
     ),
 )
 _experts = define(
-    "moe_experts(Tensor hidden, Tensor gate_up, Tensor down, Tensor chosen, Tensor weights, bool keep) "
+    "moe_experts(Tensor hidden, Tensor gate_up, Tensor down, Tensor chosen, Tensor weights, bool keep, "
+    "bool whole) "
     "-> (Tensor, Tensor)",
     _experts_kernel,
-    lambda hidden, gate_up, down, chosen, weights, keep: _experts_outputs(
-        hidden, down, chosen, keep, lambda s, d: hidden.new_empty(s, dtype=d)
+    lambda hidden, gate_up, down, chosen, weights, keep, whole: _experts_outputs(
+        hidden, down, chosen, keep, whole, lambda s, d: hidden.new_empty(s, dtype=d)
     ),
     setup=_experts_setup,
     backward=_experts_derivative,

@@ -314,7 +314,7 @@ am_status am_moe_experts_forward(am_moe_args *a, const am_exec *ex)
     AM_TRY(check_inputs(a));
     AM_TRY(check_choice(a));
     AM_TRY(check_products(a, true));
-    AM_TRY(check_out(a, false));
+    AM_TRY(check_out(a, true));
     if (ex->dev != AM_DEV_CPU)
         return am_cuda_moe_forward(a, ex);
     AM_TRY(check_chosen(a, a->down.shape[0], true));

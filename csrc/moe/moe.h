@@ -42,7 +42,7 @@ typedef struct am_moe_args {
     am_tensor padding;       /* [T] bool in, optional; true: the row is padding */
     am_tensor dout;          /* [T, H]      backward: in */
 
-    am_tensor out;           /* [T, H]      forward: out; the whole layer's may be left out, then down is not used */
+    am_tensor out;           /* [T, H]      forward: out; may be left out, then down is not used */
     am_tensor load;          /* [E] i64     forward: out */
     am_tensor prob_sum;      /* [E] f32     forward: out */
     am_tensor real_rows;     /* [] i64      forward: out */

@@ -48,7 +48,7 @@ AM_PY_OP(moe_route_backward, am_moe_route_backward, am_moe_args, {"workspace", A
          {"|dprob_sum", AM_PY_IN, &a.dprob_sum}, {"|dhidden", AM_PY_OUT, &a.dhidden},
          {"|drouter", AM_PY_OUT, &a.drouter}, {"$top_k", AM_PY_I64, &a.top_k})
 
-AM_PY_OP(moe_experts_forward, am_moe_experts_forward, am_moe_args, {"out", AM_PY_OUT, &a.out},
+AM_PY_OP(moe_experts_forward, am_moe_experts_forward, am_moe_args, {"|out", AM_PY_OUT, &a.out},
          {"workspace", AM_PY_OUT, &a.workspace}, {"hidden", AM_PY_IN, &a.hidden}, {"gate_up", AM_PY_IN, &a.gate_up},
          {"down", AM_PY_IN, &a.down}, {"chosen", AM_PY_IN, &a.chosen}, {"weights", AM_PY_IN, &a.weights},
          {"|products", AM_PY_OUT, &a.products}, {"$top_k", AM_PY_I64, &a.top_k})

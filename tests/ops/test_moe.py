@@ -169,6 +169,28 @@ def test_a_recomputation_leaves_its_output_out(isa, seed, dtype):
     same_without_output(problem(60, 40, 24, 6, 2, dtype))
 
 
+@DTYPES
+def test_a_recomputation_of_experts_alone_leaves_their_sum_out(isa, seed, dtype):
+    """What goes behind it takes the first forward's, as rows that travel home do: every gradient has the same bits."""
+    hidden, router, gate_up, down = problem(60, 40, 24, 6, 2, dtype)
+    weights, chosen, *_ = _experts.route(hidden, router, None, 2)
+    chosen[7], chosen[8, 1] = -1, -1
+    inputs = [x.detach().requires_grad_() for x in (hidden, gate_up, down, weights)]
+    dout, calls = torch.randn_like(hidden), []
+
+    def layer(x, gate_up, down, weights):
+        calls.append(None)
+        return _experts.experts(x, gate_up, down, chosen, weights, need_output=len(calls) == 1)
+
+    found = torch.autograd.grad(checkpoint(layer, *inputs, use_reentrant=False), inputs, dout)
+    x, gate_up, down, weights = inputs
+    whole = _experts.experts(x, gate_up, down, chosen, weights)
+    without = _experts.experts(x, gate_up, down, chosen, weights, need_output=False)
+    assert len(calls) == 2 and not without.any() and without.shape == whole.shape and whole.any()
+    expected = torch.autograd.grad(whole, inputs, dout)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 def test_an_output_that_is_left_out_has_a_gradient_to_miss(isa, seed):
     """What comes after it saves for backward what it saved before; the zeros themselves are not differentiated."""
     inputs = problem(6, 8, 4, 3, 2, torch.float32)
@@ -486,7 +508,8 @@ def test_operators_are_registered_rightly(seed, monkeypatch):
     torch.library.opcheck(torch.ops.automodel_c.moe_route.default, (*inputs[:2], None, 2))
     chosen, weights = torch.tensor([[0, 2], [-1, -1]] * 3, dtype=torch.int32), torch.rand(6, 2, requires_grad=True)
     rows = (inputs[0], *inputs[2:], chosen, weights, True)
-    torch.library.opcheck(torch.ops.automodel_c.moe_experts.default, rows)
+    torch.library.opcheck(torch.ops.automodel_c.moe_experts.default, (*rows, True))
+    torch.library.opcheck(torch.ops.automodel_c.moe_experts.default, (*rows, False), test_utils=known)
     shared = [torch.randn(*s, requires_grad=True) for s in ((6, 8), (6, 8), (6, 1))]
     torch.library.opcheck(torch.ops.automodel_c.add_shared_expert.default, shared)
 

@@ -44,7 +44,8 @@ class Experts(nn.Module):
         goes into sums alone, whose gradients do not need it."""
         weights = router_weight, own_part(self.gate_up_proj), own_part(self.down_proj)
         if self.ep.group is not None:
-            return moe_over_ranks(x, *weights, padding, lambda: top_k, self.ep.group, meanwhile=beside)
+            options = {"meanwhile": beside, "need_output": not made_again()}
+            return moe_over_ranks(x, *weights, padding, lambda: top_k, self.ep.group, **options)
         options = {"top_k": top_k, "padding": padding, "return_router_stats": True, "need_output": not made_again()}
         return ops.moe(x, *weights, **options), beside()
 
