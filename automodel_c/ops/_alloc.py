@@ -24,7 +24,10 @@ def _allocated(shape, dtype, device):
     try:
         return torch.empty(shape, dtype=dtype, device=device)
     except RuntimeError as error:
-        raise _told(error, shape, dtype, device) from error
+        told = _told(error, shape, dtype, device)
+        if told is error:
+            raise
+        raise told from error
 
 
 def _told(error, shape, dtype, device):

@@ -28,7 +28,8 @@ class Communicator:
         self.since = None  # of the last exchange
         self.has_windows = False
         self._ranks = group.size()
-        self._held = []  # what exchanges read and write: freed before `join`, it would be given to others meanwhile
+        # what is read and written, by where it arrives: freed before `join`, it would be given to others meanwhile
+        self._held = {}
         _open[group] = self
         close = weakref.finalize(self, _amcore.comm_close, self.number, abort=False)
         close.atexit = False  # NCCL is not to be called while the interpreter ends
@@ -39,8 +40,7 @@ class Communicator:
 
     def exchange(self, arriving, sent, send_bytes, receive_bytes):
         """Bytes to and from every rank, on a stream of its own behind the current one; the host goes on."""
-        self.since = time.monotonic()
-        self._held += arriving, sent
+        self._hold(arriving, sent)
         _amcore.comm_exchange(
             arriving, sent, comm=self.number, send_bytes=send_bytes, receive_bytes=receive_bytes
         )  # fmt: skip
@@ -56,14 +56,21 @@ class Communicator:
 
     def sum(self, out, sent, scale):
         """out [n] = scale * the sum of every rank's row for this one, sent [ranks, n]; needs windows. As `exchange`."""
-        self.since = time.monotonic()
-        self._held += out, sent
+        self._hold(out, sent)
         _amcore.comm_sum(out, sent, comm=self.number, scale=scale)
 
     def join(self, arriving):
-        """The current stream waits for all that `exchange` began."""
+        """The current stream waits for what began to arrive there, and for all that was begun before."""
         _amcore.comm_join(arriving, comm=self.number)
-        self._held.clear()
+        held = self._held.get(arriving.data_ptr())
+        if held:
+            held.pop(0)
+        if not held:
+            self._held.pop(arriving.data_ptr(), None)
+
+    def _hold(self, arriving, sent):
+        self.since = time.monotonic()
+        self._held.setdefault(arriving.data_ptr(), []).append((arriving, sent))
 
     def is_stalled(self, seconds):
         """Whether what the last exchange began has been under way for so long."""

@@ -136,9 +136,14 @@ class Checkpoints:
     def _sums(self, folder):
         """The sums of a checkpoint's files on the main rank, a part found by each rank; [] on the others."""
         rank, world = self.runtime.rank, self.runtime.world
-        names, error = sorted(p.name for p in folder.iterdir()) if self.runtime.is_main else None, None
-        told = [names]
+        told, error = [None], None
+        try:
+            told = [sorted(p.name for p in folder.iterdir()) if self.runtime.is_main else None]
+        except OSError as failed:
+            told = [f"{folder} cannot be read again: {type(failed).__name__}: {failed}"]
         dist.broadcast_object_list(told, src=0, group=self._group)
+        if isinstance(told[0], str):
+            raise RuntimeError(told[0])
         try:
             part = sums_of(folder, told[0][rank::world])
         except OSError as failed:  # on the main rank it is raised, which tells the others

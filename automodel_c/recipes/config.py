@@ -263,6 +263,7 @@ def _check_choices(recipe):
     _check_operators(recipe)
     _check_tensor_parallel(recipe.distributed)
     _check_schedule(recipe.pipeline)
+    _check_stages(recipe)
     _check_frame_sharding(recipe)
     if len(recipe.optimizer.betas) != 2:
         raise RecipeError(f"optimizer.betas: expected two numbers, found {recipe.optimizer.betas!r}")
@@ -311,6 +312,13 @@ def _check_tensor_parallel(section):
         raise RecipeError(
             f"distributed.sequence_parallel=false with distributed.tp_size={section.tp_size}: rows are always divided"
             " between split weights, which sends as many bytes and holds fewer; leave it out or say true"
+        )
+
+
+def _check_stages(recipe):
+    if recipe.freeze_config.freeze_language_model and (recipe.distributed.pp_size or 1) > 1:
+        raise RecipeError(
+            "freeze_config.freeze_language_model with distributed.pp_size: the later stages would have nothing to train"
         )
 
 

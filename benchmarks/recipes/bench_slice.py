@@ -179,7 +179,7 @@ def our_model(sizes, vocab, device, cp=None, ep=None):
             experts.spread(ep)
     model.to_empty(device=device)
     torch.manual_seed(0)
-    initialise(model)
+    initialise(model, model)
     return model.train()
 
 

@@ -234,6 +234,11 @@ def test_load_recipe_context_parallel(recipe):
     assert frame_sharding(loaded.distributed) == {**asdict(FrameSharding()), **given}
 
 
+def test_load_recipe_stages_without_anything_to_train(recipe):
+    with pytest.raises(RecipeError, match="the later stages would have nothing to train"):
+        recipe({}, "distributed.pp_size=2", "freeze_config.freeze_language_model=true")
+
+
 def test_load_recipe_off_values(recipe):
     off = {
         "ci": {"recipe_owner": "x", "time": "00:10:00", "anything": 1},

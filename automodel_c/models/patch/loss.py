@@ -6,6 +6,7 @@ import torch
 
 from automodel_c import ops
 from automodel_c.models.qwen3_5.experts import over_ranks
+from automodel_c.parallel import TensorParallel
 
 from .request import REQUEST, keep_mask, on_every_rank, shared_by, take_request
 
@@ -77,7 +78,7 @@ def _aux_loss(self, outputs, plan):
         return found
     config = self.config.get_text_config()
     stats = [_router_stats(logits, config.num_experts_per_tok, plan.padding) for logits in outputs.router_logits]
-    return ops.load_balancing_loss(over_ranks(stats, plan.over, plan.pack.num_real))
+    return ops.load_balancing_loss(over_ranks(stats, plan.over, plan.pack.num_real, TensorParallel()))
 
 
 @torch.compiler.disable(recursive=True)

@@ -19,20 +19,28 @@ def initialise(model, whole):
     their experts, layers or, under FSDP2, all weights. whole: the model with all layers, on the meta device. No more
     than one weight is whole at a time."""
     text, vision = model.config.text.initializer_range, model.config.vision.initializer_range
-    held = dict(model.named_modules())
+    held, device = dict(model.named_modules()), _drawn_on(model)
     for name, module in whole.named_modules():
         std = vision if name.startswith("model.visual") else text
         if name in held:
             _fill(held[name], std)
         elif any(True for _ in module.parameters(recurse=False)):
-            _fill(_alone(module), std)  # another rank's: drawn, so that the generator goes on as there
+            _fill(_alone(module, device), std)  # another rank's: drawn, so that the generator goes on as there
 
 
-def _alone(module):
+def _drawn_on(model):
+    """Where `_draw` has numbers made: shards of a whole on the host, else where the weights are."""
+    weight = next(model.parameters())
+    return torch.device("cpu") if isinstance(weight, DTensor) else weight.device
+
+
+def _alone(module, device):
     """A module's own parameters with memory, for a moment."""
     other = copy.copy(module)
     other._parameters = {
-        name: None if p is None else nn.Parameter(torch.empty(p.shape, dtype=p.dtype), requires_grad=False)
+        name: None
+        if p is None
+        else nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=device), requires_grad=False)
         for name, p in module._parameters.items()
     }
     return other

@@ -157,7 +157,7 @@ def _pipeline(pp, tp, dp, tokens=4096):
     rest = inputs + 2 * end + 2 * 2 * layer + 4 * layer + 4 * end + min(4 * job.root[0], 2 * tokens * t.vocab_size) / tp
     return (
         f"{(16 * weights + rest) / 1e9:.1f} GB with fp32 moments, {(12 * weights + rest) / 1e9:.1f} with bf16 ones"
-        f" ({tokens:,} tokens a microbatch; not built)"
+        f" ({tokens:,} tokens a microbatch; by this formula alone)"
     )
 
 

@@ -13,15 +13,19 @@
  * Scores take 80 columns of 128 in shared memory, O 72: of 152 columns 144 count, of the other kernel's 208 as many.
  *
  * Not causal, 16 heads of 72, bf16, one H200; TFLOP/s with and without the one launch of attention_prepare,
- * interleaved: 64 of 256   16 of 1,024   4 of 4,096   uneven 256 to 4,096 this kernel                            203,
- * 187    331, 320      389, 387     382, 376 without turns                          202, 186    320, 310      375, 374
- * 372, 366 without turns, O of 128 columns        200, 184    312, 304      375, 371     368, 363 two sets of scores, O
- * of 72            194, 178    321, 313      384, 380     372, 368 two sets of scores, O of 80            194, 177 315,
- * 306      380, 379     370, 366 two sets of scores, 96 keys            177, 164    288, 281      360, 357     348, 344
- *   the same, O of 64 and of 8 apart       174, 161    281, 273      350, 348     340, 336
- *   attention_fwd_sm90.cuh (176 rows there at head dim 128, 128 here)
- *                                          200, 184    313, 305      375, 373     364, 360
- *   torch's SDPA, varlen; cuDNN            5, 150; 236 108, 208; 336 367, 229; 388 272, 211
+ * interleaved (uneven: 256 to 4,096):
+ *
+ *                                     64 x 256       16 x 1,024     4 x 4,096      uneven
+ *   this kernel                       203, 187       331, 320       389, 387       382, 376
+ *   without turns                     202, 186       320, 310       375, 374       372, 366
+ *   without turns, O of 128 columns   200, 184       312, 304       375, 371       368, 363
+ *   two sets of scores, O of 72       194, 178       321, 313       384, 380       372, 368
+ *   two sets of scores, O of 80       194, 177       315, 306       380, 379       370, 366
+ *   two sets of scores, 96 keys       177, 164       288, 281       360, 357       348, 344
+ *   the same, O of 64 and of 8 apart  174, 161       281, 273       350, 348       340, 336
+ *   attention_fwd_sm90.cuh            200, 184       313, 305       375, 373       364, 360
+ *   torch's SDPA, varlen; cuDNN       5, 150; 236    108, 208; 336  367, 229; 388  272, 211
+ *
  * (SDPA's 108 at 1,024 is a busy host's: 223 in results/h200/attention_frames.json.) Nsight Compute, 16 of 1,024:
  * tensor cores busy 38 % of the cycles, of the other kernel's 49 % for more columns; 230 us and 242.
  *

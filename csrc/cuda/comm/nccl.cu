@@ -200,7 +200,8 @@ void destroy(Comm *c, bool abort)
         (void)(abort ? nccl.end(c->handle) : nccl.destroy(c->handle));
     if (!wait_for_users(c))
         return; /* one that NCCL does not let go has the rest, slot included, for good */
-    if (c->window && (!c->sent || query_both(c) == cudaSuccess)) /* else a stream may look at it still */
+    /* where a stream may look at it still, or others' work may hang that freeing would wait for, it stays */
+    if (c->window && !abort && (!c->sent || query_both(c) == cudaSuccess))
         window::destroy(c->window);
     for (const cudaEvent_t event : {c->ready, c->done, c->taken})
         if (event)
@@ -380,8 +381,7 @@ am_status attach(const am_comm_attach_args *a, Comm *c)
     AM_CHECK(c->window != nullptr && (!*a->handles || !window::is_attached(c->window)), AM_ERR_ARG,
              "comm_attach: communicator %lld has no window, or is attached", (long long)a->comm);
     if (!*a->handles) {
-        window::destroy(c->window);
-        c->window = nullptr;
+        window::leave(c->window); /* it goes with the communicator, which another thread may be closing */
         return AM_OK;
     }
     AM_CHECK(strlen(a->handles) == static_cast<size_t>(c->ranks) * AM_COMM_HANDLE, AM_ERR_SHAPE,

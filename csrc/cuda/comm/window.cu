@@ -1,4 +1,4 @@
-/* window.cu -- the windows of window.h: mapped with CUDA's IPC handles, numbers in POSIX shared memory.
+/* window.cu -- the windows of window.h: mapped with CUDA's IPC handles, numbers in memory files.
  *
  * Floor of a message: its bytes at NVLink's rate, 400 GB/s a direction, and the copy out of the window, read and
  * written at 4.3 TB/s; about 6 us for two stream operations, a copy and an event on each side.
@@ -18,7 +18,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <time.h>
 #include <unistd.h>
 
 #include <cuda.h>
@@ -58,7 +57,7 @@ struct Window {
     int rank, ranks;
     int64_t chunk;
     bool attached;
-    char name[kName];
+    int file;              /* of its numbers */
     Peer peers[kMaxRanks]; /* its own memory and numbers among them */
     Stream stream;
 };
@@ -74,16 +73,11 @@ am_status find(const char *name, void **at)
     return AM_OK;
 }
 
-/* The page of that name, seen by the device too. */
-am_status map_numbers(const char *name, bool create, Numbers **out)
+/* The page in an open file, seen by the device too. */
+am_status map_numbers(int file, Numbers **out)
 {
-    const int file = shm_open(name, create ? O_RDWR | O_CREAT | O_EXCL : O_RDWR, 0600);
-    AM_CHECK(file >= 0, AM_ERR_UNSUPPORTED, "comm_window: shm_open %s: %s", name, strerror(errno));
-    void *at = MAP_FAILED;
-    if (!create || ftruncate(file, kPage) == 0)
-        at = mmap(nullptr, kPage, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-    (void)close(file);
-    AM_CHECK(at != MAP_FAILED, AM_ERR_UNSUPPORTED, "comm_window: mmap %s: %s", name, strerror(errno));
+    void *const at = file < 0 ? MAP_FAILED : mmap(nullptr, kPage, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    AM_CHECK(at != MAP_FAILED, AM_ERR_UNSUPPORTED, "comm_window: no memory that ranks share: %s", strerror(errno));
     const cudaError_t wrong = cudaHostRegister(at, kPage, cudaHostRegisterPortable | cudaHostRegisterMapped);
     if (wrong != cudaSuccess) {
         (void)munmap(at, kPage);
@@ -91,6 +85,15 @@ am_status map_numbers(const char *name, bool create, Numbers **out)
     }
     *out = static_cast<Numbers *>(at);
     return AM_OK;
+}
+
+/* A page without a name but that of this process's file, which ends with those that have it, however they end. */
+am_status make_numbers(Window *w)
+{
+    w->file = memfd_create("automodel_c", MFD_CLOEXEC);
+    if (w->file >= 0 && ftruncate(w->file, kPage) == 0)
+        return map_numbers(w->file, &w->peers[w->rank].numbers);
+    return am_fail(AM_ERR_UNSUPPORTED, "comm_window: memfd_create: %s", strerror(errno));
 }
 
 void unmap_numbers(Numbers *numbers)
@@ -137,11 +140,13 @@ am_status fill(Window *w, char *handle)
     AM_CUDA(cudaMalloc(&at, static_cast<size_t>(bytes_of(w))));
     w->peers[w->rank].memory = static_cast<char *>(at);
     AM_CUDA(cudaIpcGetMemHandle(&memory, at));
-    AM_TRY(map_numbers(w->name, true, &w->peers[w->rank].numbers));
+    AM_TRY(make_numbers(w));
+    char name[kName + 1];
+    (void)snprintf(name, sizeof name, "/proc/%ld/fd/%d", static_cast<long>(getpid()), w->file);
     for (size_t i = 0; i < sizeof memory; i++)
         (void)snprintf(handle + 2 * i, 3, "%02x",
                        static_cast<unsigned>(static_cast<unsigned char>(memory.reserved[i])));
-    (void)snprintf(handle + 2 * sizeof memory, kName + 1, "%-64s", w->name);
+    (void)snprintf(handle + 2 * sizeof memory, kName + 1, "%-64s", name);
     return AM_OK;
 }
 
@@ -158,7 +163,11 @@ am_status map_peer(Window *w, int peer, const char *handle)
     void *at = nullptr;
     AM_CUDA(cudaIpcOpenMemHandle(&at, memory, cudaIpcMemLazyEnablePeerAccess));
     w->peers[peer].memory = static_cast<char *>(at);
-    return map_numbers(name, false, &w->peers[peer].numbers);
+    const int file = open(name, O_RDWR | O_CLOEXEC);
+    const am_status st = map_numbers(file, &w->peers[peer].numbers);
+    if (file >= 0)
+        (void)close(file);
+    return st;
 }
 
 /* Sends a piece to a rank: the copy, and the news of it. */
@@ -238,36 +247,42 @@ am_status add(Window *w, const am_comm_sum_args *a, int64_t begin, int64_t n, cu
     return AM_OK;
 }
 
+/* What went wrong is told; CUDA would tell it again at the next launch, which is fine. */
+am_status told(am_status st)
+{
+    if (st != AM_OK)
+        (void)cudaGetLastError();
+    return st;
+}
+
 } // namespace
 
 am_status make(int rank, int ranks, int64_t chunk, Window **out, char *handle)
 {
-    static int made; /* under the caller's lock */
     Window *const w = static_cast<Window *>(calloc(1, sizeof(Window)));
     AM_CHECK(w != nullptr, AM_ERR_NOMEM, "comm_window: no memory");
     w->rank = rank;
     w->ranks = ranks;
     w->chunk = chunk;
-    timespec now = {};
-    (void)clock_gettime(CLOCK_REALTIME, &now); /* processes of several containers may share a number */
-    (void)snprintf(w->name, sizeof w->name, "/automodel_c-%ld-%d-%lx", static_cast<long>(getpid()), made++,
-                   static_cast<unsigned long>(now.tv_nsec));
+    w->file = -1;
     const am_status st = fill(w, handle);
     if (st != AM_OK)
         destroy(w);
     else
         *out = w;
-    return st;
+    return told(st);
 }
 
 am_status attach(Window *w, const char *handles)
 {
     for (int peer = 0; peer < w->ranks; peer++)
         if (peer != w->rank)
-            AM_TRY(map_peer(w, peer, handles + static_cast<size_t>(peer) * kHandle));
+            AM_TRY(told(map_peer(w, peer, handles + static_cast<size_t>(peer) * kHandle)));
     w->attached = true;
     return AM_OK;
 }
+
+void leave(Window *w) { w->attached = false; }
 
 bool is_attached(const Window *w) { return w != nullptr && w->attached; }
 
@@ -327,8 +342,8 @@ void destroy(Window *w)
         if (memory != nullptr)
             (void)(peer == w->rank ? cudaFree(memory) : cudaIpcCloseMemHandle(memory));
     }
-    if (w->name[0])
-        (void)shm_unlink(w->name);
+    if (w->file >= 0)
+        (void)close(w->file);
     free(w);
 }
 

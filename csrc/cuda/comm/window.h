@@ -25,7 +25,7 @@ namespace window
 {
 
 constexpr int kMaxRanks = 16, kSlots = 4;
-constexpr size_t kName = 64;                                       /* of the shared numbers, with its end */
+constexpr size_t kName = 64;                                       /* where the numbers are, padded */
 constexpr size_t kHandle = 2 * sizeof(cudaIpcMemHandle_t) + kName; /* letters that another rank needs */
 static_assert(kHandle == AM_COMM_HANDLE, "a handle is so many letters");
 
@@ -42,6 +42,9 @@ am_status make(int rank, int ranks, int64_t chunk, Window **out, char *handle);
 
 /* Maps the others'. handles: kHandle letters a rank, side by side. */
 am_status attach(Window *w, const char *handles);
+
+/* Nothing travels through it after all. */
+void leave(Window *w);
 
 /* Whether attach was called; before that nothing travels. */
 bool is_attached(const Window *w);
