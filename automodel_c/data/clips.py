@@ -1,5 +1,6 @@
 """Short clips from what files hold them: only the frames that are asked for."""
 
+import io
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ ANIMATIONS = (".gif", ".webp", ".apng", ".png")
 ARRAYS = (".npy", ".npz")
 # demuxers of films: others read names of further files out of a file, or addresses
 CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,mpegvideo,flv,ogg,asf,h264,hevc,m4v,ivf,nut"
+HEADER = 1 << 16  # more than what says what a small array is
 PART_KEYS = {"type", "video", "fps", "raw_fps"}
 
 
@@ -62,11 +64,9 @@ def read_clip(part, folder, video_processor, bounds=DEFAULT):
     count, read = film.frames, film.read
     kept, again = np.unique(indices, return_inverse=True)
     bounds.check_clip(len(indices), *film.size())
-    frames = read(kept.tolist())
+    frames = read(kept.tolist(), _check_alike(names, len(indices), bounds))
     if len(frames) < len(kept):
         raise ValueError(f"video {names}: it says {count} frames and holds fewer")
-    if len({frame.shape for frame in frames}) > 1:
-        raise ValueError(f"video {names}: frames of different sizes")
     frames = np.stack(frames)[again]
     return Clip(frames, video_processor.seconds(indices.tolist(), raw_fps))
 
@@ -82,8 +82,21 @@ def clip_shape(part, folder, video_processor, bounds=DEFAULT):
 class _Film(NamedTuple):
     frames: int
     fps: float | None
-    read: Callable  # from sorted indices to their arrays
+    read: Callable  # from sorted indices, and what takes a frame's height and width before its pixels, to arrays
     size: Callable  # (height, width)
+
+
+def _check_alike(names, count, bounds):
+    """What refuses a frame of another size than those before it: what a file says ahead of them is not its word."""
+    sizes = set()
+
+    def check(height, width):
+        sizes.add((height, width))
+        if len(sizes) > 1:
+            raise ValueError(f"video {names}: frames of different sizes")
+        bounds.check_clip(count, height, width)
+
+    return check
 
 
 def _chosen(part, folder, video_processor, bounds):
@@ -116,10 +129,11 @@ def _open(where, bounds):
 
 
 def _pictures(paths, bounds):
-    def read(indices):
+    def read(indices, check):
         frames = {}
         for path in {paths[index] for index in indices}:
             with bounds.picture(path) as image:
+                check(image.height, image.width)
                 frames[path] = np.asarray(image.convert("RGB"))
         return [frames[paths[index]] for index in indices]
 
@@ -131,34 +145,54 @@ def _picture_size(path, bounds):
         return image.height, image.width
 
 
-def _check_compressed(path, bounds):
-    """ValueError where an .npz says that its frames are too many, before they are unpacked."""
-    with zipfile.ZipFile(path) as packed:
-        if "frames.npy" not in packed.namelist():
-            return
-        with packed.open("frames.npy") as file:
-            version = np.lib.format.read_magic(file)
-            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            shape = read(file)[0]
-    if len(shape) == 4:
-        bounds.check_frames(shape[0])
-        bounds.check_clip(*shape[:3])
+def _header(packed, name):
+    """(shape, dtype) that a member of an .npz says it has; ValueError where it is not as NumPy packs an array."""
+    if packed.getinfo(name).compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise ValueError(f"{name} is packed otherwise than by NumPy")  # others unpack without a limit
+    with packed.open(name) as file:
+        head = io.BytesIO(file.read(HEADER))
+    version = np.lib.format.read_magic(head)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, _, dtype = read(head)
+    return shape, dtype
+
+
+def _check_packed(path, packed, bounds):
+    """ValueError where an .npz holds something else than frames and their rate, or too many, before it is unpacked."""
+    names = packed.namelist()
+    if "frames.npy" not in names:
+        raise ValueError(f"video {path}: no array called frames in it")
+    if {"frames", "fps"} & set(names):
+        raise ValueError(f"video {path}: frames and fps are arrays, frames.npy and fps.npy")
+    shape, dtype = _header(packed, "frames.npy")
+    _check_frames(path, shape, dtype)
+    bounds.check_frames(shape[0])
+    bounds.check_clip(*shape[:3])
+    if "fps.npy" in names:
+        rate, dtype = _header(packed, "fps.npy")
+        if rate not in ((), (1,)) or dtype.kind not in "iuf" or packed.getinfo("fps.npy").file_size > HEADER:
+            raise ValueError(f"video {path}: its fps is not one number")
+
+
+def _check_frames(path, shape, dtype):
+    if len(shape) != 4 or dtype != np.uint8 or shape[-1] != 3 or min(shape) < 0:
+        raise ValueError(f"video {path}: expected uint8 [n, height, width, 3], found {dtype} {shape}")
 
 
 def _array(path, bounds):
-    if path.suffix.lower() == ".npz":
-        _check_compressed(path, bounds)
-    stored, fps = np.load(path, mmap_mode="r" if path.suffix.lower() == ".npy" else None), None
+    stored, fps = np.load(path, mmap_mode="r"), None  # an .npz is told by what is in it, whatever its name
     if isinstance(stored, np.lib.npyio.NpzFile):
         with stored as named:
-            if "frames" not in named:
-                raise ValueError(f"video {path}: no array called frames in it")
-            fps = float(named["fps"]) if "fps" in named else None
-            stored = named["frames"]
-    if stored.ndim != 4 or stored.dtype != np.uint8 or stored.shape[-1] != 3:
-        raise ValueError(f"video {path}: expected uint8 [n, height, width, 3], found {stored.dtype} {stored.shape}")
+            _check_packed(path, named.zip, bounds)
+            fps = float(named["fps.npy"].item()) if "fps.npy" in named.zip.namelist() else None
+            stored = named["frames.npy"]
+    _check_frames(path, stored.shape, stored.dtype)
     bounds.check_size(*stored.shape[1:3])
-    read = lambda indices: [np.array(stored[index]) for index in indices]  # noqa: E731
+
+    def read(indices, check):
+        check(*stored.shape[1:3])
+        return [np.array(stored[index]) for index in indices]
+
     return _Film(len(stored), fps, read, lambda: stored.shape[1:3])
 
 
@@ -169,14 +203,16 @@ def _animation(path, bounds):
         bounds.check_frames(count)
         shown = []
         for frame in ImageSequence.Iterator(image):
+            bounds.check_size(frame.height, frame.width)  # a frame of a GIF may be larger than the first
             frame.load()  # a WebP tells how long a frame is shown once it is decoded
             shown.append(frame.info.get("duration", 0))
 
-    def read(indices):
+    def read(indices, check):
         frames = []
         with bounds.picture(path) as image:
             for index in indices:
                 image.seek(index)
+                check(image.height, image.width)
                 frames.append(np.asarray(image.convert("RGB")))
         return frames
 
@@ -199,10 +235,11 @@ def _film(path, bounds):
             bounds.check_size(frame.height, frame.width)
             yield frame
 
-    def decode(wanted):
+    def decode(wanted, check):
         with opened() as container:
             for index, frame in enumerate(decoded(container)):
                 if index in wanted:
+                    check(frame.height, frame.width)
                     yield frame.to_ndarray(format="rgb24")
                 if index == max(wanted):
                     return
@@ -215,4 +252,5 @@ def _film(path, bounds):
         size = (stream.height, stream.width)
         bounds.check_size(*size)
         count = stream.frames or sum(1 for _ in decoded(container))
-    return _Film(count, float(rate) if rate else None, lambda indices: list(decode(set(indices))), lambda: size)
+    read = lambda indices, check: list(decode(set(indices), check))  # noqa: E731
+    return _Film(count, float(rate) if rate else None, read, lambda: size)

@@ -171,6 +171,97 @@ def test_an_array_that_unpacks_to_more_than_memory(tmp_path, processor):
             call({"video": "a.npz", "fps": 2}, tmp_path, processor.video_processor)
 
 
+def member(shape, descr="|u1", data=b"\0" * 1000):
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": descr, "fortran_order": False, "shape": shape})
+    return header.getvalue() + data
+
+
+@pytest.mark.parametrize(
+    ("members", "words"),
+    [
+        ({"frames.npy": member((1 << 43,))}, "expected uint8"),
+        ({"frames.npy": member((1, 1, 1, 1, 1 << 43))}, "expected uint8"),
+        ({"frames.npy": member((4, 32, 48, 1 << 30))}, "expected uint8"),
+        ({"frames.npy": member((4, 32, 48, 3), f"|V{1 << 30}")}, "expected uint8"),
+        ({"frames.npy": member((4, 32, 48, 3), "<f8")}, "expected uint8"),
+        ({"frames.npy": member((-4, 32, 48, 3))}, "expected uint8"),
+        ({"frames.npy": member((4, 1, 1, 3)), "frames": b"raw"}, r"frames\.npy and fps\.npy"),
+        ({"frames": b"raw"}, "no array called frames"),
+        ({"frames.npy": member((4, 1, 1, 3)), "fps": b"5"}, r"frames\.npy and fps\.npy"),
+        ({"frames.npy": member((4, 1, 1, 3)), "fps.npy": member((1 << 43,))}, "fps is not one number"),
+        ({"frames.npy": member((4, 1, 1, 3)), "fps.npy": member((), f"|V{1 << 30}")}, "fps is not one number"),
+        ({"frames.npy": member((4, 1, 1, 3)), "fps.npy": member((), "<f8", bytes(1 << 20))}, "fps is not one number"),
+        ({"frames.npy": b"\x93NUMPY\x02\x00\xff\xff\xff\x7f" + bytes(1 << 20)}, "header"),
+    ],
+)
+@pytest.mark.parametrize("name", ["a.npz", "a.npy"])
+def test_an_archive_whose_members_are_large(tmp_path, processor, monkeypatch, name, members, words):
+    """By their axes, their dtype, their name, or what stands beside them; by whatever name the archive goes."""
+    with zipfile.ZipFile(tmp_path / name, "w", zipfile.ZIP_DEFLATED) as packed:
+        for key, data in members.items():
+            packed.writestr(key, data)
+    monkeypatch.setattr(np.lib.npyio.NpzFile, "__getitem__", lambda *_: pytest.fail("it was unpacked"))
+    for call in (clip_shape, read_clip):
+        with pytest.raises(ValueError, match=words):
+            call({"video": name, "raw_fps": 2}, tmp_path, processor.video_processor)
+
+
+@pytest.mark.parametrize("packing", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_an_archive_that_is_packed_without_a_limit(tmp_path, processor, packing):
+    with zipfile.ZipFile(tmp_path / "a.npz", "w", packing) as packed:
+        packed.writestr("frames.npy", member((4, 1, 1, 3)))
+    with pytest.raises(ValueError, match=r"frames\.npy is packed otherwise than by NumPy"):
+        clip_shape({"video": "a.npz", "fps": 2}, tmp_path, processor.video_processor)
+
+
+def gif_of_two_sizes(path, small, large):
+    """Frames `small`, then one `large`, which is larger than the file said at its begin."""
+    files = []
+    for size, count in ((small, 3), (large, 1)):
+        stills = [Image.new("L", size, 9 * i) for i in range(1, count + 1)]
+        file = io.BytesIO()
+        stills[0].save(file, "GIF", save_all=True, append_images=stills[1:], duration=200)
+        files.append(file.getvalue())
+    second = files[1]
+    table = 3 << (second[10] & 7) + 1 if second[10] & 128 else 0
+    path.write_bytes(files[0][:-1] + second[13 + table :])
+
+
+def film_of_two_sizes(path, frames):
+    av = pytest.importorskip("av", reason="PyAV is not installed: no film is read here")
+    parts = []
+    for scale in (1, 2):
+        with av.open(str(path), "w") as container:
+            stream = container.add_stream("mpeg2video", rate=25)
+            stream.width, stream.height, stream.pix_fmt = 48 * scale, 32 * scale, "yuv420p"
+            for frame in frames.repeat(scale, 1).repeat(scale, 2):
+                container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+            container.mux(stream.encode())
+        parts.append(path.read_bytes())
+    path.write_bytes(b"".join(parts))
+
+
+def test_a_clip_whose_later_frames_are_larger(tmp_path, processor, frames, monkeypatch):
+    """The first frame, or a header, tells the size; others are held against it before their pixels are made."""
+    names = ["0.png", "1.png", "2.png", "3.png"]
+    for name in names:
+        picture(tmp_path / name, (16, 16) if name != "3.png" else (64, 64))
+    gif_of_two_sizes(tmp_path / "a.gif", (48, 32), (96, 64))
+    film_of_two_sizes(tmp_path / "a.ts", frames)
+    made, convert = set(), Image.Image.convert
+    monkeypatch.setattr(Image.Image, "convert", lambda image, mode: made.add(image.size) or convert(image, mode))
+    where = tmp_path, processor.video_processor
+    for what in (names, "a.gif", "a.ts"):
+        made.clear()
+        with pytest.raises(ValueError, match="frames of different sizes"):
+            read_clip({"video": what, "raw_fps": 2}, *where)
+        assert len(made) <= 1, "pixels of two sizes were made"
+    for call in (clip_shape, read_clip):
+        with pytest.raises(ValueError, match=r"96 x 64 pixels are more than dataset\.max_image_pixels"):
+            call({"video": "a.gif", "raw_fps": 2}, *where, Bounds(max_image_pixels=48 * 32))
+
+
 class Bomb:
     def __reduce__(self):
         return pytest.fail, ("a pickle ran",)
