@@ -3,7 +3,6 @@
 python tools/gen_docs.py writes both; with --check it says whether they are fresh (exit status 1: they are not).
 """
 
-import ast
 import dataclasses
 import importlib
 import inspect
@@ -63,40 +62,24 @@ def _text(value):
 def recipe_keys():
     """A table of each section of a recipe: key, type, default, and what the comment beside it says."""
     from automodel_c.recipes import schema
+    from automodel_c.recipes.keys import walk_keys
 
-    source = Path(schema.__file__).read_text(encoding="utf-8")
     parts = [
         MADE,
         "# Every key of a recipe\n",
         "Beside each: its type, its default, and what it means. [recipes.md](recipes.md) is the guide.\n",
     ]
     parts.append("A key of which only some values are carried out refuses any other, with what to say instead.\n")
-    for where, cls in _sections(schema.Recipe, ""):
+    sections = {}
+    for where, field, _, comment in walk_keys():
+        cells = f"`{where}{field.name}`", f"`{_type(field)}`", f"`{_default(field)}`", _meaning(field, comment)
+        sections.setdefault(where, []).append("| " + " | ".join(x.replace("|", "\\|") for x in cells) + " |")
+    absent = [f"`{f.name}`" for f in dataclasses.fields(schema.Recipe) if f"{f.name}." in sections and not f.default]
+    parts.append(f"A section is there with its defaults where a recipe leaves it out; not so {' and '.join(absent)}.\n")
+    for where, rows in sections.items():
         parts += [f"## {where.rstrip('.') or 'at the top'}\n", "| key | type | default | |", "|---|---|---|---|"]
-        comments = _comments(source, cls.__name__)
-        for field in dataclasses.fields(cls):
-            if not _section_of(field):
-                cells = (
-                    f"`{where}{field.name}`",
-                    f"`{_type(field)}`",
-                    f"`{_default(field)}`",
-                    _meaning(field, comments),
-                )
-                parts.append("| " + " | ".join(x.replace("|", "\\|") for x in cells) + " |")
-        parts.append("")
+        parts += [*rows, ""]
     return "\n".join(parts)
-
-
-def _sections(cls, where):
-    yield where, cls
-    for field in dataclasses.fields(cls):
-        if _section_of(field) and field.name != "validation_dataset":
-            yield from _sections(_section_of(field), f"{where}{field.name}.")
-
-
-def _section_of(field):
-    made = field.default_factory
-    return made if dataclasses.is_dataclass(made) else None
 
 
 def _type(field):
@@ -109,19 +92,10 @@ def _default(field):
     return json.dumps(value)
 
 
-def _meaning(field, comments):
+def _meaning(field, comment):
     accepted = field.metadata.get("accepted")
     only = "" if accepted is None else "only " + " or ".join(f"`{json.dumps(a)}`" for a in accepted)
-    return "; ".join(x for x in (only, comments.get(field.name, "").replace("<", "&lt;")) if x)
-
-
-def _comments(source, name):
-    """{field: its comment} of a dataclass."""
-    lines = source.splitlines()
-    body = next(n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == name).body
-    fields = [n for n in body if isinstance(n, ast.AnnAssign)]
-    ends = {n.target.id: " ".join(lines[n.lineno - 1 : n.end_lineno]) for n in fields}
-    return {key: text.partition("  # ")[2].strip() for key, text in ends.items() if "  # " in text}
+    return "; ".join(x for x in (only, (comment or "").replace("<", "&lt;")) if x)
 
 
 PAGES = {"api.md": api, "recipe_keys.md": recipe_keys}

@@ -16,7 +16,7 @@ def describe_keys(prefix=""):
 
     ValueError names the nearest key where there is none of that name.
     """
-    found = dict(_walk(schema.Recipe, ""))
+    found = {where + field.name: _describe(field, *more) for where, field, *more in walk_keys()}
     if prefix and not any(key == prefix or key.startswith(prefix + ".") for key in found):
         check_known(prefix, {part for key in found for part in _ends(key)})
     lines = [(key, text) for key, text in found.items() if not prefix or (key + ".").startswith(prefix + ".")]
@@ -28,16 +28,20 @@ def _ends(key):
     return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
 
 
-def _walk(cls, where):
+def walk_keys(cls=schema.Recipe, where=""):
+    """(dotted section with its last dot, field, what its type may be, comment or None) of every key, in order.
+
+    A section that a recipe may leave out (`Wandb | None`) is walked too.
+    """
     hints, comments = typing.get_type_hints(cls), _comments(cls)
     for field in dataclasses.fields(cls):
-        key, hint = where + field.name, hints[field.name]
+        hint = hints[field.name]
         options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
         section = next((option for option in options if dataclasses.is_dataclass(option)), None)
         if section is not None:
-            yield from _walk(section, key + ".")
+            yield from walk_keys(section, f"{where}{field.name}.")
         else:
-            yield key, _describe(field, options, comments.get(field.name))
+            yield where, field, options, comments.get(field.name)
 
 
 def _describe(field, options, comment):

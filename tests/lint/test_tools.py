@@ -1,8 +1,10 @@
 """The table of ptxas's numbers fails for a spill, and generated files are fresh."""
 
+import re
 import sys
 from pathlib import Path
 
+from automodel_c.recipes.keys import describe_keys
 from tests.lint.source import ROOT
 
 sys.path.insert(0, str(ROOT / "tools"))
@@ -39,6 +41,14 @@ def test_a_spill_fails(monkeypatch, capsys):
 
 def test_generated_file_is_fresh(capsys):
     assert gen_wgmma.main(["--check"]) == 0, capsys.readouterr().out
+
+
+def test_recipe_keys_page_has_every_key():
+    """Those of sections that a recipe may leave out too."""
+    page = (ROOT / "docs/recipe_keys.md").read_text(encoding="utf-8")
+    keys = [line.partition(": ")[0] for line in describe_keys()]
+    assert {"wandb.mode", "validation_dataset.limit"} <= set(keys)
+    assert sorted(re.findall(r"^\| `([\w.]+)`", page, re.M)) == sorted(keys)
 
 
 def test_generated_pages_are_fresh(capsys):
