@@ -101,5 +101,5 @@ def wrong_targets(recipe, error):
 
 
 def resolve(section, name):
-    """What the name `name` means in `section`; the name has passed check_targets."""
+    """What the name `name` means in `section`; `wrong_targets` finds nothing wrong with the name."""
     return TARGETS[section][name]
