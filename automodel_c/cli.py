@@ -400,8 +400,8 @@ def _start_ranks(arguments, profile):
     rank, status = run_ranks(command, arguments.nproc)
     if status in (0, USAGE_ERROR, *(128 + number for number in SIGNALS)):
         return status  # it has said why
-    if -status in SIGNALS:
-        return _complain(f"ended by {SIGNALS[SIGNALS.index(-status)].name}", 128 - status)
+    if rank is None or -status in SIGNALS:
+        return _complain(f"ended by {signal.Signals(-status).name}", 128 - status)
     how = f", with exit status {status}" if status > 0 else f": killed by {signal.Signals(-status).name}"
     return _complain(f"rank {rank} failed first{how}", status if status > 0 else 128 - status)
 

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
@@ -13,13 +14,17 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from .interrupt import SIGNALS
 
 _HOST = "127.0.0.1"
+_POLL_S = 0.2
+_LAST_WORDS_S = 10  # the longest that ranks may take to leave by themselves after one has failed
+_CLOSE_S = 15  # and then after a SIGTERM
 
 
 def run_ranks(arguments, ranks):
     """Runs `python <arguments>` as `ranks` ranks, in the environment that torchrun would give them.
 
-    SIGINT and SIGTERM are passed on to the ranks, which end when they see fit. Returns (the rank that failed first, its
-    exit status), (None, 0) where none failed; an exit status below 0 is a signal's number.
+    SIGINT and SIGTERM are passed on to the ranks, which end when they see fit; SIGHUP and SIGQUIT end them. Returns
+    (the rank that failed first, its exit status), (None, 0) where none failed, (None, status) where SIGHUP or SIGQUIT
+    came to this process; an exit status below 0 is a signal's number.
     """
     # what it says of failures, the caller says better
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
@@ -33,16 +38,27 @@ def run_ranks(arguments, ranks):
             envs={rank: _environment(rank, ranks, store.port) for rank in range(ranks)},
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
-        pass_on.to(context.pids().values())
         try:
-            failures = context.wait(period=0.2).failures
+            pass_on.to(context.pids().values())
+            return _wait(context)
         except SignalException as error:  # SIGHUP and SIGQUIT, which torch watches for
             context.close(error.sigval)
-            return 0, -error.sigval
-    if not failures:
-        return None, 0
-    rank, failure = min(failures.items(), key=lambda of: of[1].timestamp)
-    return rank, failure.exitcode
+            return None, -error.sigval
+
+
+def _wait(context):
+    """What `run_ranks` returns, once all ranks have ended. After the first to fail the others have a while to find out
+    who it was and to say so; torch's own wait would end them before."""
+    processes, first, deadline = context.subprocess_handlers, (None, 0), float("inf")
+    while time.monotonic() < deadline:
+        statuses = {rank: of.proc.poll() for rank, of in processes.items()}
+        if first == (None, 0) and (failed := [(rank, status) for rank, status in statuses.items() if status]):
+            first, deadline = failed[0], time.monotonic() + _LAST_WORDS_S
+        if None not in statuses.values():
+            break
+        time.sleep(_POLL_S)
+    context.close(timeout=_CLOSE_S)
+    return first
 
 
 def _environment(rank, ranks, port):

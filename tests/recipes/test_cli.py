@@ -196,6 +196,7 @@ def test_main_without_the_packages_for_training(module):
         (1, 2, 2, ""),
         (0, 130, 130, ""),
         (1, -signal.SIGTERM, 143, "automodel-c: ended by SIGTERM\n"),
+        (None, -signal.SIGHUP, 129, "automodel-c: ended by SIGHUP\n"),
         (1, -signal.SIGKILL, 137, "automodel-c: rank 1 failed first: killed by SIGKILL\n"),
         (0, 1, 1, "automodel-c: rank 0 failed first, with exit status 1\n"),
     ],

@@ -154,6 +154,33 @@ def test_launcher_passes_both_on(started, tmp_path):
     assert not (tmp_path / "metrics.jsonl").read_text() and not (tmp_path / "checkpoints").exists()
 
 
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT], ids=lambda n: n.name)
+def test_launcher_that_is_ended_blames_no_rank(tmp_path, number):
+    """These two are not passed on: the ranks end with the launcher, and none of them failed first."""
+    rank = "import os, pathlib, time; pathlib.Path('up' + os.environ['RANK']).touch(); time.sleep(100)"
+    code = f"from automodel_c.recipes.launch import run_ranks; print(run_ranks(['-c', {rank!r}], 2))"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with open(tmp_path / "said", "w") as said:
+        process = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=environment, stdout=said)
+    try:
+        _wait_for(lambda: len(list(tmp_path.glob("up*"))) == 2, process)
+        process.send_signal(number)
+        assert process.wait(60) == 0 and (tmp_path / "said").read_text() == f"(None, -{number.value})\n"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_ranks_have_time_for_last_words(tmp_path):
+    """Who is left when a rank is killed still says so, though SIGTERM would end it; named is who was first."""
+    rank = "import os, sys, time; me = os.environ['RANK']; me == '1' and os.kill(os.getpid(), 9); time.sleep(2)"
+    rank += "; print('heard', flush=True); sys.exit(1)"
+    code = f"from automodel_c.recipes.launch import run_ranks; print(run_ranks(['-c', {rank!r}], 2))"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == "heard\n(1, -9)\n", done.stderr
+
+
 def test_another_rank_left_at_once(monkeypatch, capsys):
     """Who hears of it before its own signal says no more than that."""
     import automodel_c.recipes.finetune_vlm as recipe
