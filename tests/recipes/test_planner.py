@@ -47,6 +47,34 @@ def test_committed_runs_of_two_gpus(which):
         assert row["step_ms"] == pytest.approx(run["ms"]["step"], rel=0.2)
 
 
+def test_what_the_guide_says_of_one_gpu():
+    """In percent of the committed runs, with the digits of docs/recipes.md."""
+    gib, ms = _off(predictions.of_one(), RUNS)
+    said = f"predictions on one GPU are {max(map(abs, gib)):.1f} % off in memory and at most {max(map(abs, ms)):.0f} %"
+    assert said in _guide()
+
+
+def test_what_the_guide_says_of_two_gpus():
+    """Of what was committed before the runs."""
+    runs = json.loads((RESULTS / "h200x2/slice_ranks.json").read_text())["rows"]
+    gib, ms = _off(json.loads(predictions.KEPT.read_text())["rows"], [r for r in runs if r["mesh"] != "one"])
+    assert len(ms) == 8
+    said = f"were {-max(ms):.0f} to {-min(ms):.0f} % too fast and up to {max(map(abs, gib)):.0f} % off in memory"
+    assert said in _guide()
+
+
+def _guide():
+    return " ".join((ROOT / "docs/recipes.md").read_text().split())
+
+
+def _off(rows, runs):
+    """How far from each of these runs its prediction is in memory, and in time, in percent of the run."""
+    rows = {(row["mesh"], row["shape"]): row for row in rows}
+    pairs = [(rows[run.get("mesh", "one"), run["shape"]], run) for run in runs]
+    gib = [100 * (row["peak_gib"] / run["peak_gib"] - 1) for row, run in pairs]
+    return gib, [100 * (row["step_ms"] / run["ms"]["step"] - 1) for row, run in pairs]
+
+
 def test_predictions_of_two_gpus_are_kept():
     kept = json.loads(predictions.KEPT.read_text())["rows"]
     assert {(r["mesh"], r["shape"]) for r in kept} >= {
