@@ -45,15 +45,15 @@ def rows(data, tmp_path_factory):  # noqa: F811
 
 
 def test_memory_is_flat(rows):
-    """In the last quarter, when all that is made once is made: its last third beside its first. A short run is still
-    warming up, by 40 KiB a step and less and less."""
-    limit = 512 if STEPS >= 500 else 2048
+    """In the last quarter, when all that is made once is made: its last third beside its first."""
+    if STEPS < 500:
+        pytest.skip(f"{STEPS} steps are still warming up, which looks like a leak: AM_SOAK=500 or more judges memory")
     for rank in rows:
         third = max(1, len(rank) // 12)
         before, after = (
             statistics.median(row["kib"] for row in part) for part in (rank[-3 * third : -2 * third], rank[-third:])
         )
-        assert after - before < limit, f"{after - before} KiB more in {2 * third} steps"
+        assert after - before < 512, f"{after - before} KiB more in {2 * third} steps"
 
 
 def test_descriptors_and_threads_do_not_grow(rows):
