@@ -33,13 +33,15 @@ def _break(module):
     what, rank, wanted = os.environ["AM_FAULT"].split(":")
     step = module._step
 
-    def at(run, number, batches):
+    def at(run, number, batches, *rest):
         if os.environ["RANK"] == rank and number == int(wanted):
             if what == "raise":
                 raise ZeroDivisionError("made to fail")
-            for batch in batches:
-                batch["pixel_values"].fill_(float("nan"))
-        return step(run, number, batches)
+            pixels = [batch["pixel_values"] for batch in batches if "pixel_values" in batch]  # not in packs of text
+            for of in pixels:
+                of.fill_(float("nan"))
+            assert pixels, "no pixels in this step"
+        return step(run, number, batches, *rest)
 
     module._step = at
 
@@ -63,8 +65,10 @@ def _watch(module):
     counted(context, "ContextPlan", "plans")
     counted(plan, "AttentionPlan", "attention")
 
-    def at(run, number, batches):
-        found = step(run, number, batches)
+    def at(run, number, batches, *rest):
+        found = step(run, number, batches, *rest)
+        if isinstance(found, int):  # a signal, and no step was taken
+            return found
         made["packs"] += len(batches)
         if number % 50 == 0:
             gc.collect()
