@@ -147,7 +147,8 @@ def test_producers(hostile, call, behind):
             elif (
                 error is None
                 and kind not in OTHERWISE
-                and (result, [found[i] for i in results]) != (plain, [first[i] for i in results])
+                # a size that is asked for may be another on another device
+                and ((result != plain and kind != "cuda") or [found[i] for i in results] != [first[i] for i in results])
             ):
                 wrong.append(f"{name} {kind}: another result")
             refused += error is not None
