@@ -71,8 +71,8 @@ class Route:
         out, back = (part[np.argsort(part[:, peer], kind="stable")] for part, peer in ((out, 1), (back, 0)))
         runs = moves.shape[1] == 8
         sent, arriving = (m[:, 4] * m[:, 5] if runs else m[:, 4] for m in (out, back))
-        sends = [out[:, 2], _starts(sent), out[:, 4]]
-        receipts = [_starts(arriving), back[:, 3], back[:, 4]]
+        sends = [out[:, 2], before(sent), out[:, 4]]
+        receipts = [before(arriving), back[:, 3], back[:, 4]]
         if runs:  # side by side on the wire
             sends += [out[:, 5], out[:, 6], out[:, 4]]
             receipts += [back[:, 5], back[:, 4], back[:, 7]]
@@ -151,8 +151,9 @@ def exchange_back(x, route, group):
         )  # fmt: skip
 
 
-def _starts(rows):
-    return np.cumsum(rows) - rows
+def before(counts):
+    """What comes before each of an array's or a tensor's counts, in all."""
+    return counts.cumsum(0) - counts
 
 
 def triples(*columns):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from automodel_c.ops import _experts
 
 from . import alarms
-from .exchange import Route, exchange, exchange_back, exchange_now, place, triples
+from .exchange import Route, before, exchange, exchange_back, exchange_now, place, triples
 from .recompute import note, noted
 
 
@@ -97,7 +97,7 @@ class _Counting:
             self.there.synchronize()
         count, arriving = self.counts.numpy()
         others = np.arange(self.ranks) != self.rank
-        starts = np.cumsum(arriving) - arriving  # of each rank's rows here
+        starts = before(arriving)  # of each rank's rows here
         if self.tables is None:
             to, row = np.nonzero(self.goes.numpy())  # by rank, then row
         else:  # a Route reads the tables; these say how many
@@ -106,7 +106,7 @@ class _Counting:
         sent, own = row[away], row[~away]
         route = Route(
             sends=triples(sent, np.arange(len(sent)), np.ones_like(sent)),
-            receipts=triples(*(x[others] for x in (_starts(arriving * others), starts, arriving))),
+            receipts=triples(*(x[others] for x in (before(arriving * others), starts, arriving))),
             own=triples(own, starts[self.rank] + np.arange(len(own)), np.ones_like(own)),
             send_rows=tuple((count * others).tolist()),
             receive_rows=tuple((arriving * others).tolist()),
@@ -119,10 +119,6 @@ class _Counting:
         if self.tables is not None:
             place(route, self.device, *self.tables.of(route))
         return route
-
-
-def _starts(counts):
-    return np.cumsum(counts) - counts
 
 
 def _goes(chosen, holders, ranks):
@@ -159,15 +155,15 @@ class _Places:
         numbers = functools.partial(torch.arange, device=goes.device)
         row, others = numbers(rows), numbers(ranks) != rank
         at = goes.cumsum(1) - 1  # of a rank's rows, which one
-        first = _before(sent * others)
-        start = _before(arriving)
+        first = before(sent * others)
+        start = before(arriving)
         nobody = ranks * rows
         slot = torch.where(goes & others[:, None], at + first[:, None], nobody)
         away = row.new_zeros(nobody + 1).scatter_(0, slot.flatten(), row.expand(ranks, rows).flatten())
         own = row.new_zeros(rows + 1).scatter_(0, torch.where(goes[rank], at[rank], rows), row)
         self.sends = _entries(numbers(nobody + 1), away, numbers(nobody + 1))
         self.own = _entries(numbers(rows + 1), own, numbers(rows + 1) + start[rank])
-        landed, kept = _before(arriving * others), arriving * others
+        landed, kept = before(arriving * others), arriving * others
         pad = functools.partial(torch.nn.functional.pad, pad=(0, 1))
         self.receipts = _entries(pad(landed), pad(landed), pad(start), pad(kept))
         self.returns = _entries(pad(landed), pad(start), pad(landed), pad(kept))
@@ -183,10 +179,6 @@ class _Places:
         sends, kept = self.sends[: sent + 1].clone(), self.own[: own + 1].clone()
         index = self.index[: route.rows_in + 1 + sent + own].clone()
         return [(sends, sent), (kept, own), (self.receipts, arriving)], [(self.returns, arriving), (index, 0)]
-
-
-def _before(counts):
-    return counts.cumsum(0) - counts
 
 
 def _entries(first, taken, put, rows=1):

@@ -18,7 +18,7 @@ from automodel_c.parallel.bf16_shards import Bf16Shards
 from automodel_c.parallel.carry import channel_of, has_nccl
 from automodel_c.parallel.fsdp_units import CompleteGradients, param_group, units
 
-_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the latter: torch 2.11
+gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the latter: torch 2.11
 
 
 def install_comm_hooks(model, *, wire_dtype=None):
@@ -58,7 +58,7 @@ class GatherShards(_Allocates, AllGather):
     """input [n] of every rank -> output [R * n], in rank order."""
 
     def __call__(self, output_tensor, input_tensor, group, async_op=False):
-        return _gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+        return gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 class ReduceParts(_Allocates, ReduceScatter):

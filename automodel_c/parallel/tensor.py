@@ -17,8 +17,9 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from automodel_c import _amcore
 
+from .fsdp_hooks import gather_single
+
 _traced = torch.ops._c10d_functional  # what torch.compile sees of collectives
-_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the latter: torch 2.11
 
 
 class TensorParallel:
@@ -112,7 +113,7 @@ def gather_rows(x, ranks, name):
     if torch.compiler.is_compiling():
         return _traced.wait_tensor(_traced.all_gather_into_tensor(x.contiguous(), ranks, name))
     whole = x.new_empty(ranks * x.shape[0], *x.shape[1:])
-    _gather_single(whole, x.contiguous(), group=_resolve_process_group(name))
+    gather_single(whole, x.contiguous(), group=_resolve_process_group(name))
     return whole
 
 

@@ -250,21 +250,26 @@ def left(rows):
             yield f"  {kind:22} {ms:8.1f} {least:8.1f} {again:8.1f} {ms - least - again:8.1f}"
 
 
+def one_step(model, x, optimizer, device):
+    """(loss, marks before and after forward, backward and optimizer)."""
+    marks = [mark(device)]
+    loss = model(x)
+    marks.append(mark(device))
+    loss.backward()
+    marks.append(mark(device))
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    marks.append(mark(device))
+    return loss.detach(), marks
+
+
 def time_steps(model, x, seconds, device):
     """({part: [ms]}, profile by kind, peak bytes, (first loss, last loss))."""
     optimizer = optimizer_of(model)
     parts = {"forward": [], "backward": [], "optimizer": [], "step": []}
 
     def step():
-        marks = [mark(device)]
-        loss = model(x)
-        marks.append(mark(device))
-        loss.backward()
-        marks.append(mark(device))
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        marks.append(mark(device))
-        return loss.detach(), marks
+        return one_step(model, x, optimizer, device)
 
     first = step()[0].item()
     step()

@@ -41,7 +41,7 @@ from automodel_c.recipes.parts import install_reduction
 from benchmarks.harness import write_gpu_rows
 from benchmarks.ops.bench_attention_cuda import heavy_tailed
 from benchmarks.recipes import bench_slice
-from benchmarks.recipes.bench_slice import GATED, NARROW, REAL, TINY, Inputs, between, by_kind, mark, our_model, sharded
+from benchmarks.recipes.bench_slice import GATED, NARROW, REAL, TINY, Inputs, between, by_kind, our_model, sharded
 from tests.numerics import assert_as_good_as
 
 JSON = Path(__file__).parents[1] / "results/h200x2/slice_ranks.json"
@@ -174,15 +174,7 @@ def time_steps(model, x, device, steps):
     optimizer, parts = bench_slice.optimizer_of(model), {"forward": [], "backward": [], "optimizer": [], "step": []}
 
     def step():
-        marks = [mark(device)]
-        loss = model(x)
-        marks.append(mark(device))
-        loss.backward()
-        marks.append(mark(device))
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        marks.append(mark(device))
-        return marks
+        return bench_slice.one_step(model, x, optimizer, device)[1]
 
     for n in range(WARM + steps):
         if n == WARM and device.type == "cuda":

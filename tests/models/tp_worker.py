@@ -15,17 +15,11 @@ from automodel_c.models.qwen3_5.shards import Part
 from automodel_c.optim import clip_grad_norm_
 from automodel_c.parallel import ContextParallel, PipelineParallel, TensorParallel, set_grad_reduction, tensor
 from automodel_c.recipes.parts import install_reduction
-from automodel_c.recipes.runtime import runtime_over
 from tests.models import cp_worker
 from tests.models.cp_worker import PACKS
+from tests.models.ep_worker import runtime, whole
 from tests.patch import models
 from tests.ranks import here
-
-
-@functools.cache
-def runtime(shape, ep):
-    """The meshes of (dp, cp, tp) ranks of which `ep` share experts."""
-    return runtime_over(shape, here(), ep)
 
 
 def build(name, seed, shape, ep=1, **options):
@@ -54,15 +48,6 @@ def backward(model, chosen, where, count, per_microbatch=True):
         total += loss.detach()
     dist.all_reduce(total)
     return total
-
-
-def whole(model, loss):
-    """{"loss": ..., parameter: gradient} on rank 0, None elsewhere."""
-    found = {"loss": loss}
-    for key, p in model.named_parameters():
-        if p.requires_grad:
-            found[published_name(key)] = p.grad.full_tensor()
-    return found if dist.get_rank() == 0 else None
 
 
 def compiled_steps(*arguments):
