@@ -41,7 +41,8 @@ class Row:
 @dataclass
 class Table:
     """What a Profile found on one rank. seconds: of all its steps. clock: "wall" or "gpu", what rows are measured by:
-    of wall time they add up to `seconds`; a GPU's may be less, as it waits, or more, as streams overlap."""
+    of either they add up to `seconds`, a GPU's with "idle", when it had no kernel, and more where its streams
+    overlap."""
 
     first_step: int
     steps: int
@@ -167,8 +168,10 @@ def _rows_of(events, clock):
                 _add(rows, event, "backward", clock)
     if clock == "gpu":
         found = sum(row.seconds for row in rows.values())
-        kernels = sum(e.time_range.elapsed_us() for e in events if e.device_type == DeviceType.CUDA) / 1e6
-        _row(rows, "in no operator", "rest").seconds += max(0.0, kernels - found)
+        kernels = [e.time_range for e in events if e.device_type == DeviceType.CUDA and not _is_range(e)]
+        total = sum(kernel.elapsed_us() for kernel in kernels) / 1e6
+        _row(rows, "in no operator", "rest").seconds += max(0.0, total - found)
+        _row(rows, "idle", "rest").seconds += max(0.0, steps - _covered(kernels)) / 1e6
     for row in rows.values():
         row.share = row.seconds / (steps / 1e6) if steps else 0.0
     found = sorted((row for row in rows.values() if row.seconds > 0), key=lambda row: -row.seconds)
@@ -198,6 +201,20 @@ def _add(rows, event, part, clock, node=""):
     own = _time(event, clock) - sum(_time(child, clock) for child in children)
     _row(rows, group, part).seconds += max(0.0, own)
     return None
+
+
+def _is_range(event):
+    """Whether a GPU's event is the shadow of a range of ours, no kernel and no copy."""
+    return event.is_user_annotation or event.name.startswith((_SPAN, _ENTRY))
+
+
+def _covered(times):
+    """Microseconds in which at least one of these runs."""
+    covered, end = 0.0, float("-inf")
+    for time in sorted(times, key=lambda time: time.start):
+        covered += max(0.0, time.end - max(time.start, end))
+        end = max(end, time.end)
+    return covered
 
 
 def _time(event, clock):

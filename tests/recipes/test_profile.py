@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.autograd import DeviceType
+from torch.autograd.profiler_util import Interval
 
 from automodel_c import _amcore, ops
 from automodel_c.recipes import profile
@@ -124,10 +125,10 @@ def test_an_interrupted_profile(profiled):
     assert (table.first_step, table.steps) == (2, 1) and profiler.finish() is table
 
 
-def _event(name, wall=0.0, gpu=0.0, children=(), parent=None, device=DeviceType.CPU):
+def _event(name, wall=0.0, gpu=0.0, children=(), parent=None, device=DeviceType.CPU, start=0.0, range_=False):
     event = SimpleNamespace(
         name=name, device_type=device, device_time_total=gpu, cpu_children=list(children), cpu_parent=parent,
-        time_range=SimpleNamespace(elapsed_us=lambda: wall),
+        time_range=Interval(start, start + wall), is_user_annotation=range_,
     )  # fmt: skip
     for child in children:
         child.cpu_parent = event
@@ -135,12 +136,15 @@ def _event(name, wall=0.0, gpu=0.0, children=(), parent=None, device=DeviceType.
 
 
 def test_rows_of_a_gpu():
-    """By the GPU's time; backward has a thread of its own; a kernel of no operator is told too."""
+    """By the GPU's time; backward has a thread of its own; a kernel of no operator and the time without one are told
+    too, and the shadow that a range has on the GPU is no kernel."""
     forward = _event("automodel_c::attention_forward", 10, 400)
     step = _event("step: rest", 1000, 400, [_event("step: forward", 900, 400, [forward])])
     inner = _event("automodel_c::attention_backward", 10, 300), _event("automodel_c::rms_norm", 5, 50)
     node = _event("autograd::engine::evaluate_function: X", 20, 350, inner)
-    kernels = [_event("a kernel", gpu, device=DeviceType.CUDA) for gpu in (400, 300, 50, 30)]
+    times = ((0, 400), (500, 300), (780, 50), (400, 30))  # two overlap by 20
+    kernels = [_event("a kernel", gpu, device=DeviceType.CUDA, start=start) for start, gpu in times]
+    kernels += [_event("step: rest", 1000, device=DeviceType.CUDA, range_=ours) for ours in (True, False)]
     seconds, rows = profile._rows_of([step, *step.cpu_children, forward, node, *inner, *kernels], "gpu")
     assert seconds == pytest.approx(1e-3)
     found = {(row.operator, row.part): (row.calls, round(1e6 * row.seconds), round(row.share, 3)) for row in rows}
@@ -149,6 +153,7 @@ def test_rows_of_a_gpu():
         ("attention", "backward"): (1, 300, 0.3),
         ("rms_norm", "recomputed"): (1, 50, 0.05),
         ("in no operator", "rest"): (0, 30, 0.03),
+        ("idle", "rest"): (0, 240, 0.24),
     }
 
 
