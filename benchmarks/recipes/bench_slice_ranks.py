@@ -5,9 +5,9 @@
 
 Packs are of as many tokens a rank in every row. dp R: every rank has a pack of its own. cp R: one pack, R times as
 long, is shared; the one-rank row beside it is that very pack. ep R: packs as in dp R, and the 32 experts of a layer,
-as many as on one rank, are spread, 32 / R a rank, so that tokens travel. cp R x ep R: both. One-rank rows run on all
-ranks at the same time, each in a group of its own, and count as their mean. speedup = tokens / s of all ranks over
-those of one rank on the same pack; asked of two GPUs: 1.85.
+as many as on one rank, are spread, 32 / R a rank, so that tokens travel. cp R x ep R: both; of four ranks and more,
+dp x cp as well. One-rank rows run on all ranks at the same time, each in a group of its own, and count as their mean.
+speedup = tokens / s of all ranks over those of one rank on the same pack; asked of two GPUs: 1.85.
 
 Gate, before any time: a narrow model in which every token takes every expert, documents of all sizes; what each token
 adds to the loss, and gradients, by the error rule: truth is one rank in fp32, its bf16 the plain twin (bench_slice
@@ -129,8 +129,7 @@ def gate(meshes, tiny, device):
     single = {}
     for name, (cp, ep) in meshes.items():
         if cp not in single:
-            turned = [short[r % len(short) :] + short[: r % len(short)] for r in range(world)]
-            lengths = turned[:1] if cp > 1 else turned
+            lengths = [turned(short, r) for r in range(world // cp)]
             single[cp] = lengths, *alone_results(lengths, sizes, device)
         lengths, truth, naive = single[cp]
         ranks = Ranks(device, cp, ep)
@@ -269,15 +268,28 @@ def release(device):
         torch.cuda.empty_cache()
 
 
-def shapes(tiny, world):
-    """{name: (one pack of a rank's size, by its number; one pack of all ranks' size)}."""
+def shapes(tiny):
+    """{name: lengths of pack r that cp ranks share, of (cp, r)}."""
     if tiny:
-        return {"heavy": (lambda r: [24, 3, 21 - r, r][: 4 if r else 3], [24, 3, 30, 31, 8 + 48 * (world - 2)]),
-                "one": (lambda r: [48], [48 * world])}  # fmt: skip
-    return {
-        "32K heavy": (lambda r: heavy_tailed(32768, r), heavy_tailed(32768 * world)),
-        "32K": (lambda r: [32768], [32768 * world]),
-    }
+        return {"heavy": tiny_heavy, "one": lambda cp, r: [48 * cp]}
+    return {"32K heavy": lambda cp, r: heavy_tailed(32768 * cp, r), "32K": lambda cp, r: [32768 * cp]}
+
+
+def tiny_heavy(cp, r):
+    return turned([24, 3, 30, 31, 48 * cp - 88], r) if cp > 1 else [24, 3, 21 - r, *[r] * (r > 0)]
+
+
+def turned(lengths, by):
+    return lengths[by % len(lengths) :] + lengths[: by % len(lengths)]
+
+
+def meshes_of(world):
+    """{name: (cp, ep)}."""
+    found = {f"dp {world}": (1, 1), f"ep {world}": (1, world)}
+    for cp in (n for n in range(2, world + 1) if world % n == 0):
+        name = f"cp {cp}" if cp == world else f"dp {world // cp} x cp {cp}"
+        found |= {name: (cp, 1), f"{name} x ep {world}": (cp, world)}
+    return found
 
 
 def main():
@@ -312,8 +324,7 @@ def main():
 
 def measured(options, device):
     world = dist.get_world_size()
-    meshes = {f"dp {world}": (1, 1), f"ep {world}": (1, world), f"cp {world}": (world, 1),
-              f"cp {world} x ep {world}": (world, world)}  # fmt: skip
+    meshes = meshes_of(world)
     if options.only:
         meshes = {name: of for name, of in meshes.items() if any(word in name for word in options.only)}
     gate(meshes, options.tiny, device)
@@ -326,16 +337,13 @@ def measured(options, device):
             write_gpu_rows(path, rows, options.commit)
         return found
 
-    for shape, (each, shared) in shapes(options.tiny, world).items():
+    for shape, lengths in shapes(options.tiny).items():
         if options.shapes and shape not in options.shapes:
             continue
-        for packs, which in (([each(r) for r in range(world)], 1), ([shared], world)):
-            chosen = {name: of for name, of in meshes.items() if of[0] == which}
-            if not chosen:
-                continue
-            words = shape if which == 1 else f"{shape} x {world}"
+        for cp in sorted({cp for cp, _ in meshes.values()}):
+            packs, words = [lengths(cp, r) for r in range(world // cp)], shape if cp == 1 else f"{shape} x {cp}"
             beside = add(row("one", words, Ranks(device, alone=True), packs, options))
-            for name, (cp, ep) in chosen.items():
+            for name, (_, ep) in ((name, of) for name, of in meshes.items() if of[0] == cp):
                 add(row(name, words, Ranks(device, cp, ep), packs, options, beside))
     return rows
 

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from benchmarks.recipes.bench_slice import JSON, covered, left, timeline
+from benchmarks.recipes.bench_slice_ranks import meshes_of
 
 
 def test_tiny_slice():
@@ -36,6 +37,24 @@ def test_tiny_slice_over_ranks(tmp_path):
     assert [row["tokens"] for row in rows] == [96] * 6
     sent = {row["mesh"]: row["sent_mib"] for row in rows}
     assert sent["dp 2"] == 0 < sent["cp 2"] < sent["cp 2 x ep 2"]
+
+
+def test_meshes_of_ranks():
+    assert list(meshes_of(2)) == ["dp 2", "ep 2", "cp 2", "cp 2 x ep 2"]
+    assert meshes_of(4)["dp 2 x cp 2 x ep 4"] == (2, 4) and meshes_of(4)["dp 2 x cp 2"] == (2, 1)
+
+
+def test_tiny_slice_over_four_ranks(tmp_path):
+    """Two packs, which two ranks each share; experts over all four."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"]
+    command = [*torchrun, "-m", "benchmarks.recipes.bench_slice_ranks", "--tiny", "--shapes", "heavy", "--steps", "1"]
+    command += ["--only", "dp 2 x cp 2", "--json", tmp_path / "f.json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = json.loads((tmp_path / "f.json").read_text())["rows"]
+    assert [row["mesh"] for row in rows] == ["one", "dp 2 x cp 2", "dp 2 x cp 2 x ep 4"]
+    assert all(abs(row["norm_ratio"] - 1) < 0.01 and row["values_error"] < 0.05 for row in rows[1:])
+    assert {row["tokens"] for row in rows} == {192}
 
 
 def test_what_communication_is_not_covered():
