@@ -165,8 +165,8 @@ class Inputs:
             yield (end - start) / self.tokens, one
 
 
-def our_model(sizes, vocab, device, cp=None, ep=None):
-    """cp: ContextParallel, ep: ExpertParallel, of the ranks that share packs or experts."""
+def our_model(sizes, vocab, device, cp=None, ep=None, fill=True):
+    """cp: ContextParallel, ep: ExpertParallel, of the ranks that share packs or experts. fill: with random weights."""
     text = {"model_type": "qwen3_5_moe_text", "vocab_size": vocab, **sizes}
     tower = TOWER | {"out_hidden_size": sizes["hidden_size"]}
     config = configs.read_config({"model_type": "qwen3_5_moe", "text_config": text, "vision_config": tower})
@@ -177,9 +177,10 @@ def our_model(sizes, vocab, device, cp=None, ep=None):
         model.ep = ep
         for experts in (m for m in model.modules() if isinstance(m, Experts)):
             experts.spread(ep)
-    model.to_empty(device=device)
-    torch.manual_seed(0)
-    initialise(model, model)
+    if fill:
+        model.to_empty(device=device)
+        torch.manual_seed(0)
+        initialise(model, model)
     return model.train()
 
 

@@ -3,7 +3,8 @@
 Prints predictions beside the runs that there are, of one GPU (results/h200/slice.json) and of two
 (results/h200x2/slice_ranks.json). Those of two GPUs are the ones that were committed before the runs, in
 results/predictions/slice_ranks.json; --now makes them anew, with what the runs have taught since: how fast NCCL
-gathers, and by how much kernels beside it take longer. --write keeps new ones.
+gathers, and by how much kernels beside it take longer. --write keeps new ones. --layers prints and keeps those of
+bench_layers on two, four and eight GPUs, in results/predictions/layers.json.
 """
 
 import argparse
@@ -12,10 +13,10 @@ from pathlib import Path
 
 from automodel_c.recipes.planner import Machine, memory, timing
 from benchmarks.ops.bench_attention_cuda import heavy_tailed
-from benchmarks.recipes.slice_jobs import slice_job
+from benchmarks.recipes.slice_jobs import LAYER_PACKS, layers_prediction, projection, slice_job
 
 RESULTS = Path(__file__).parents[1] / "results"
-KEPT = RESULTS / "predictions/slice_ranks.json"
+KEPT, LAYERS = RESULTS / "predictions/slice_ranks.json", RESULTS / "predictions/layers.json"
 ONE = {"16K": [16384], "32K heavy": heavy_tailed(32768), "16K head": [16384], "128K heavy": heavy_tailed(131072)}
 TWO = {"32K heavy": heavy_tailed(32768), "32K heavy x 2": heavy_tailed(65536), "32K": [32768], "32K x 2": [65536]}
 MESHES = {"one": (1, 1, 1), "dp 2": (2, 1, 1), "ep 2": (2, 1, 2), "cp 2": (2, 2, 1), "cp 2 x ep 2": (2, 2, 2)}
@@ -68,11 +69,27 @@ def beside(rows, path):
         yield line
 
 
+def write_layers():
+    rows = {}
+    for world in (2, 4, 8):
+        for name, lengths_of in LAYER_PACKS.items():
+            lengths = lengths_of(16384 * world)
+            found = layers_prediction(lengths, world) | {"projection": projection(lengths)}
+            rows[f"{world} {name}"] = found
+            print(f"{world} GPUs, {name}: {found['layers']} layers {found['step_ms']} ms {found['peak_gib']} GiB")
+    LAYERS.write_text(
+        json.dumps({"written_by": "python -m benchmarks.recipes.predictions --layers", "rows": rows}, indent=1) + "\n"
+    )
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--write", action="store_true", help=f"keep those of two GPUs as {KEPT.name}")
     parser.add_argument("--now", action="store_true", help="those of two GPUs anew, with what their runs have taught")
+    parser.add_argument("--layers", action="store_true", help=f"write {LAYERS.name} alone")
     options = parser.parse_args()
+    if options.layers:
+        return write_layers()
     print("\n".join(beside(of_one(), RESULTS / "h200/slice.json")))
     anew = options.write or options.now or not KEPT.exists()
     kept = list(of_two()) if anew else json.loads(KEPT.read_text())["rows"]

@@ -8,6 +8,8 @@ import pytest
 
 from benchmarks.recipes.bench_slice import JSON, covered, left, timeline
 from benchmarks.recipes.bench_slice_ranks import meshes_of
+from benchmarks.recipes.predictions import LAYERS
+from benchmarks.recipes.slice_jobs import LAYER_PACKS, layers_prediction
 
 
 def test_tiny_slice():
@@ -78,3 +80,21 @@ def test_what_is_left_beyond_the_floor():
         assert sum(took for took, *_ in numbers) == pytest.approx(row["ms"]["step"], abs=0.5)
         assert sum(floor for _, floor, *_ in numbers) == pytest.approx(row["floor_ms"], rel=0.01)
         assert [n[3] for n in numbers] == sorted((n[3] for n in numbers), reverse=True)
+
+
+def test_tiny_layers_over_ranks(tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command = [*torchrun, "-m", "benchmarks.recipes.bench_layers", "--tiny", "--steps", "1"]
+    done = subprocess.run([*command, "--json", tmp_path / "f.json"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = json.loads((tmp_path / "f.json").read_text())["rows"]
+    assert [(row["pack"], row["mesh"], row["layers"]) for row in rows] == [(n, "ep 2 x cp 2", 4) for n in LAYER_PACKS]
+    assert all(row["tokens"] == 2 * 96 and row["sent_mib"] > 0 for row in rows)
+
+
+def test_predictions_of_layers():
+    """Kept before any run; the planner of today says the same of two GPUs' layers and memory."""
+    kept = json.loads(LAYERS.read_text())["rows"]
+    assert [kept[f"{world} one"]["layers"] for world in (2, 4, 8)] == [4, 8, 16]
+    now = layers_prediction([32768], 2)
+    assert now["layers"] == 4 and now["peak_gib"] == pytest.approx(kept["2 one"]["peak_gib"], rel=0.1)
