@@ -1,4 +1,4 @@
-"""Two processes with a GPU each for a benchmark, and how they time something that both take part in."""
+"""Processes with a GPU each for a benchmark, and how they time something that all take part in."""
 
 import argparse
 import json
@@ -13,23 +13,25 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "benchmarks/results/h200x2"
+RESULTS = ROOT / "benchmarks/results"
 LEAD = 4_000_000  # cycles that the devices wait, so that all that is timed is on its stream when it begins
 _spread = {}  # of what was timed since the last row: (90th - 10th percentile) / median
 
 
 def main(name, worker):
-    """Command line: `worker()` is run on two ranks, yields or returns rows (dicts), and rank 0's are printed."""
+    """Command line: `worker()` is run on all ranks, yields or returns rows (dicts), and rank 0's are printed."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--json", type=Path, default=None, help=f"default: {RESULTS / name}.json; '-' writes none")
+    parser.add_argument("--ranks", type=int, default=2, help="how many GPUs; 2 is meant")
+    parser.add_argument("--json", type=Path, default=None, help=f"default: results/h200xRANKS/{name}.json; '-': none")
     options = parser.parse_args()
-    if torch.cuda.device_count() < 2:
-        raise SystemExit(f"{name}: two GPUs are needed, torch sees {torch.cuda.device_count()}")
+    ranks = options.ranks
+    if not 2 <= ranks <= torch.cuda.device_count():
+        raise SystemExit(f"{name}: {ranks} ranks, a GPU each: torch sees {torch.cuda.device_count()}")
     context = torch.multiprocessing.get_context("spawn")
     results = context.Queue()
-    torch.multiprocessing.start_processes(_rank, (worker, results, _port()), nprocs=2, start_method="spawn")
+    torch.multiprocessing.start_processes(_rank, (ranks, worker, results, _port()), nprocs=ranks, start_method="spawn")
     rows = results.get()
-    path = options.json or RESULTS / f"{name}.json"
+    path = options.json or RESULTS / f"h200x{ranks}/{name}.json"
     if str(path) != "-":
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({**_machine(), "rows": rows}, indent=1) + "\n")
@@ -43,11 +45,11 @@ def _port():
         return free.getsockname()[1]
 
 
-def _rank(rank, worker, results, port):
+def _rank(rank, ranks, worker, results, port):
     torch.cuda.set_device(rank)
     os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
-    store = dist.TCPStore("127.0.0.1", port, world_size=2, is_master=rank == 0)
-    dist.init_process_group("nccl", store=store, rank=rank, world_size=2, device_id=torch.device("cuda", rank))
+    store = dist.TCPStore("127.0.0.1", port, world_size=ranks, is_master=rank == 0)
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=ranks, device_id=torch.device("cuda", rank))
     rows = []
     for row in worker():
         row |= {"spread": dict(_spread)}
@@ -73,7 +75,7 @@ def _machine():
 
 
 def together():
-    """Both devices wait for each other, on their streams."""
+    """All devices wait for each other, on their streams."""
     flag = torch.zeros(1, device="cuda")
     dist.all_reduce(flag)
 

@@ -1,11 +1,13 @@
 """The benchmark of a slice of the real decoder, at tiny sizes on the CPU: its gate holds and its rows come out."""
 
 import json
+import runpy
 import subprocess
 import sys
 
 import pytest
 
+from benchmarks.host import commands
 from benchmarks.recipes.bench_slice import JSON, covered, left, timeline
 from benchmarks.recipes.bench_slice_ranks import meshes_of
 from benchmarks.recipes.predictions import LAYERS
@@ -98,3 +100,16 @@ def test_predictions_of_layers():
     assert [kept[f"{world} one"]["layers"] for world in (2, 4, 8)] == [4, 8, 16]
     now = layers_prediction([32768], 2)
     assert now["layers"] == 4 and now["peak_gib"] == pytest.approx(kept["2 one"]["peak_gib"], rel=0.1)
+
+
+def test_commands_of_a_host(monkeypatch, capsys):
+    """What runs on four and eight GPUs: each module takes the arguments that it is given."""
+    for name, command, _ in commands(4):
+        module = next(word for word in command if word.startswith("benchmarks."))
+        monkeypatch.setattr(sys, "argv", [module, "--help"])
+        monkeypatch.delitem(sys.modules, module, raising=False)
+        with pytest.raises(SystemExit):
+            runpy.run_module(module, run_name="__main__")
+        options = [word for word in command[command.index(module) :] if word.startswith("--")]
+        assert options and all(option in capsys.readouterr().out for option in options), name
+    assert [name for name, *_ in commands(8)] == ["context", "exchange", "frames", "slice_ranks", "layers"]
