@@ -39,6 +39,7 @@ def explain(recipe, world, machine, *, limit=None, lengths=None, media=0.25):
         yield f"{world} GPUs, a pack of {sum(some):,} tokens in {len(some)} document{'s' * (len(some) > 1)} ({name})"
         yield from _parts(own, machine, limit)
         yield from _what_if(own, machine)
+        yield from _experts_kept(own, machine, limit)
         if name == next(iter(kinds)):
             yield from _meshes(choices(recipe, config, world, some, seen, machine, limit), own, machine, limit)
         yield ""
@@ -83,6 +84,18 @@ def _what_if(own, machine):
         cases["the busiest rank has 1.3 of the rows of experts"] = took.step + 0.3 * took.parts["experts"]
     words = [f"{name} {job.step_tokens / job.world / step:,.0f}" for name, step in cases.items()]
     yield f"  tokens/s/GPU if {'; if '.join(words)}"
+
+
+def _experts_kept(own, machine, limit):
+    """What it is worth to gather each layer's experts once a microbatch, for the memory that they then take."""
+    job = own.job
+    if not job.text.num_experts or job.ep in (1, job.world) or job.experts_stay:
+        return
+    other = choice(dataclasses.replace(job, experts_stay=True), machine, limit)
+    yield (
+        f"  with distributed.moe.reshard_after_forward: false {other.rate:,.0f} tokens/s/GPU and"
+        f" {other.memory.reserved(machine) / 1e9:.1f} GB in all{'' if other.fits else ', which does not fit'}"
+    )
 
 
 def _meshes(found, own, machine, limit):
