@@ -1,5 +1,5 @@
-/* The backward row "d80 bf16 sm90": see attention_bwd_sm90.cuh. */
-#include "attention_bwd_sm90.cuh"
+/* The backward row "d80 bf16 sm90": see attention_bwd_narrow_sm90.cuh. */
+#include "attention_bwd_narrow_sm90.cuh"
 
 bool attention_bwd_fits_d80_bf16(const am_attention_args *a)
 {
@@ -8,5 +8,5 @@ bool attention_bwd_fits_d80_bf16(const am_attention_args *a)
 
 am_status attention_bwd_d80_bf16(const am_attention_args *a, cudaStream_t stream)
 {
-    return attention_sm90::launch_backward<128, __nv_bfloat16, 80>(a, stream);
+    return attention_sm90::launch_narrow_backward<128, __nv_bfloat16, 80>(a, stream);
 }

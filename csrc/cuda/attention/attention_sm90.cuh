@@ -122,6 +122,10 @@ template <> struct Element<__nv_bfloat16> {
     {
         ptx::wgmma_m64n64k16_bf16_rs(d, a, b, true);
     }
+    __device__ static void weigh(float (&d)[40], const uint32_t (&a)[4], uint64_t b)
+    {
+        ptx::wgmma_m64n80k16_bf16_rs(d, a, b, true);
+    }
     __device__ static void weigh(float (&d)[36], const uint32_t (&a)[4], uint64_t b, bool keep)
     {
         ptx::wgmma_m64n72k16_bf16_rs(d, a, b, keep);
@@ -161,6 +165,10 @@ template <> struct Element<__half> {
     __device__ static void weigh(float (&d)[32], const uint32_t (&a)[4], uint64_t b)
     {
         ptx::wgmma_m64n64k16_f16_rs(d, a, b, true);
+    }
+    __device__ static void weigh(float (&d)[40], const uint32_t (&a)[4], uint64_t b)
+    {
+        ptx::wgmma_m64n80k16_f16_rs(d, a, b, true);
     }
 };
 
@@ -212,11 +220,11 @@ __device__ __forceinline__ void pack(uint32_t (&p)[kSteps][4], const float (&sc)
             p[j][i] = Element<E>::pack(sc[8 * j + 2 * i], sc[8 * j + 2 * i + 1]);
 }
 
-/* Zeros in rows [from, kRows) of a tile in shared memory, by the 256 math threads: 0 times a neighbour's NaN is NaN. */
-template <int kRows, int kBoxes> __device__ void clear_rows(char *tile, int from)
+/* Zeros in rows [from, kRows) of a tile in shared memory, by the math threads: 0 times a neighbour's NaN is NaN. */
+template <int kRows, int kBoxes, int kThreads = 256> __device__ void clear_rows(char *tile, int from)
 {
     const int me = static_cast<int>(threadIdx.x) - 128;
-    for (int i = me; i < (kRows - from) * kBoxes * 8; i += 256) {
+    for (int i = me; i < (kRows - from) * kBoxes * 8; i += kThreads) {
         const int box = i % kBoxes, piece = i / kBoxes % 8, row = from + i / (8 * kBoxes);
         *reinterpret_cast<uint4 *>(tile + box * kRows * 128 + row * 128 + piece * 16) = make_uint4(0, 0, 0, 0);
     }
