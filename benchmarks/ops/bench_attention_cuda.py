@@ -83,7 +83,9 @@ SHAPES = {  # name: lengths, query heads, key heads, head dim, passes
     "32K-d128": ([32768], 32, 8, 128, ("fwd", "bwd")),
     "32K-heavy-d128": (heavy_tailed(32768), 32, 8, 128, ("fwd", "bwd")),
     "8K-d64": ([8192], 32, 8, 64, ("fwd", "bwd")),
+    "frames-256-d72": ([256] * 64, 16, 16, 72, ("fwd", "bwd")),
     "frames-d72": ([1024] * 16, 16, 16, 72, ("fwd", "bwd")),
+    "frames-4K-d72": ([4096] * 4, 16, 16, 72, ("fwd", "bwd")),
     "frames-uneven-d72": ([256, 4096, 576, 1024, 2304, 256, 1024, 3136, 400, 2048], 16, 16, 72, ("fwd", "bwd")),
 }
 

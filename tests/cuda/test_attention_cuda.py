@@ -56,7 +56,7 @@ def test_attention_error_rule(seed, dtype, dim, heads, causal):
 @DTYPES
 @pytest.mark.parametrize("dim", [64, 72, 128, 256])
 @pytest.mark.parametrize(
-    "tokens", [1, 31, 32, 33, 63, 64, 65, 79, 80, 81, 127, 128, 129, 160, 161, 175, 176, 177, 255, 256, 257]
+    "tokens", [1, 31, 32, 33, 63, 64, 65, 79, 80, 81, 127, 128, 129, 160, 161, 191, 192, 193, 255, 256, 257, 385]
 )
 def test_tile_edges(seed, dtype, dim, tokens):
     inputs, *more = [draw(tokens, (16, 1), dim, dtype) for _ in range(2)]
@@ -397,6 +397,19 @@ def test_backward_repeats_beside_other_work(seed, plain_memory):
             with torch.cuda.stream(side):
                 torch.mm(other, other)
         assert same_bits(first, ours(q, k, v, dout, pack=pack))
+
+
+@pytest.mark.sm90
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(("heads", "dim", "causal"), [((2, 2), 72, False), ((8, 2), 64, True), ((8, 2), 128, True)])
+def test_tiles_of_a_long_pack_give_the_bits_of_short_ones(seed, plain_memory, dtype, heads, dim, causal):
+    """Documents of 256 tokens alone run in tiles of 128 rows where that pays, beside a long one in tiles of 192."""
+    lengths = [256, 250, 129, 1, 8192]
+    inputs = on_cuda(draw(sum(lengths), heads, dim, dtype))
+    short = sum(lengths[:-1])
+    packed = ours(*inputs, cu_seqlens=offsets(lengths), causal=causal)
+    alone = ours(*(x[:short] for x in inputs), cu_seqlens=offsets(lengths[:-1]), causal=causal)
+    assert same_bits(alone, [x[:short] for x in packed])
 
 
 @pytest.mark.sm90

@@ -1,5 +1,5 @@
-/* attention_bwd_narrow_sm90.cuh -- the gradients as attention_bwd_sm90.cuh has them, for head dims up to 80: delta, then
- * attention_dkdv_narrow_sm90.cuh, then attention_dq_narrow_sm90.cuh. The same bits every time.
+/* attention_bwd_narrow_sm90.cuh -- the gradients as attention_bwd_sm90.cuh has them, for head dims up to 80: delta,
+ * then attention_dkdv_narrow_sm90.cuh, then attention_dq_narrow_sm90.cuh. The same bits every time.
  */
 #ifndef ATTENTION_BWD_NARROW_SM90_CUH
 #define ATTENTION_BWD_NARROW_SM90_CUH

@@ -22,12 +22,8 @@
 namespace attention_sm90
 {
 
-/* kD columns in shared memory, kDepth of them in scores and in sums. */
-template <int kD_, int kDepth_> struct NarrowKeyTile {
-    static constexpr int kD = kD_, kDepth = kDepth_, kCtas = 1, kWgKeys = 64, kKeys = 2 * kWgKeys, kRows = 64;
-    static constexpr int kStages = 4, kBoxes = kD / 64;
-    static constexpr int kKeyBytes = kKeys * kD * 2, kBytes = kRows * kD * 2; /* of K or V; of a block of Q or dO */
-    static constexpr int kLoadRegs = 40, kMathRegs = 232, kThreads = 384, kWarps = 8;
+template <int kD, int kDepth> struct NarrowKeyTile : KeyTile<kD, 1, kDepth> {
+    static constexpr int kWgKeys = 64, kKeys = 2 * kWgKeys, kKeyBytes = kKeys * kD * 2; /* of K or V */
 };
 
 template <int kD, int kDepth> struct KeySmem<NarrowKeyTile<kD, kDepth>> {
@@ -109,9 +105,9 @@ template <class T, class E> __device__ void narrow_key_role(KeySmem<T> &s, const
         float dv[T::kDepth / 2] = {}, dk[T::kDepth / 2] = {}, sc[T::kRows / 2], dp[T::kRows / 2];
         uint32_t p[T::kRows / 16][4], ds[T::kRows / 16][4];
         const auto columns_at = [&](int b) { /* limits from the warpgroup's first key on */
-            Columns c = columns_of<T>(a, w, b);
-            c.limit0 -= wg * T::kWgKeys;
-            return c;
+                                             Columns c = columns_of<T>(a, w, b);
+                                             c.limit0 -= wg * T::kWgKeys;
+                                             return c;
         };
         const auto begin = [&] {
             ptx::wgmma_fence();
@@ -171,7 +167,7 @@ template <class T, class E> __device__ void narrow_key_role(KeySmem<T> &s, const
             free(ring.slot);
             ring.advance();
         }
-        const auto store = [&](const AttentionView &to, const float(&sums)[T::kDepth / 2], float factor) {
+        const auto store = [&](const AttentionView &to, const float (&sums)[T::kDepth / 2], float factor) {
             E *const at = static_cast<E *>(to.data) + w.key_head * to.head;
 #pragma unroll
             for (int r = 0; r < 2; r++) {

@@ -1,9 +1,12 @@
-/* The row "d64 bf16 sm90": see attention_fwd_sm90.cuh. */
-#include "attention_fwd_sm90.cuh"
+/* The row "d64 bf16 sm90": see attention_fwd_stream_sm90.cuh. */
+#include "attention_fwd_stream_sm90.cuh"
 
 bool attention_fits_d64_bf16(const am_attention_args *a) { return attention_sm90::fits(a, AM_BF16, 64, 64); }
 
 am_status attention_fwd_d64_bf16(const am_attention_args *a, cudaStream_t stream)
 {
-    return attention_sm90::launch<attention_sm90::Tile<64>, __nv_bfloat16>(a, stream);
+    using namespace attention_sm90;
+    using Wide = StreamTile<64, 64, 64, 128, 3, 2, true>;
+    using Narrow = StreamTile<64, 64, 64, 128, 2, 2, true>;
+    return launch_faster<Wide, Narrow, __nv_bfloat16>(a, 113, stream);
 }

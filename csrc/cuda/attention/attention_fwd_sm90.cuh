@@ -18,17 +18,7 @@
  * key) from L2: 128 flops a byte. D 256, one causal document of 8,192 tokens and 32 heads: 1.10 TFLOP,
  * 1.39 ms at 790 TFLOP/s; 8.6 GB from L2 (6.2 TB/s), 0.3 GB from memory.
  *
- * Head dim 128, 32 heads of queries and 8 of keys, in ways that lost to this one (bf16, causal, one H200, interleaved;
- * TFLOP/s on 8K, 32K, 32K in heavy-tailed documents; the second runs of the same kernel differ by 2 % on 32K):
- *   this kernel, 176 keys                                        695, 677, 569 (FlashAttention-3 709, 716, 562)
- *   tiles without a seam (attention_fwd_turns_sm90.cuh), 128, 144 and 160 keys
- *                                                                672, 638, 572; 675, 648, 571; 679, 636, 577
- *   the same by turns, 128 and 160 keys                          671, 619, 573; 676, 623, 576
- *   the same with two sets of scores, 96 and 112 keys            565, 527, 469; 624, 591, 498
- *   one launch before the kernel, this one's beginning under it  698, 661, 575; 160 keys without a seam 683, 634, 584
- * Nsight Compute on 8K: tensor cores busy 78.6 % of the cycles, 41 % of the exponentials' rate, 4.5 GB from L2, 783 us.
- * The wait for O += P V stands in front of the exponentials in the machine code (the assembler's doing), so that a
- * warpgroup's softmax runs under the other's products alone: that is what to mend first.
+ * Head dims below 256 but for 80: attention_fwd_stream_sm90.cuh.
  */
 #ifndef ATTENTION_FWD_SM90_CUH
 #define ATTENTION_FWD_SM90_CUH
@@ -44,7 +34,7 @@ namespace attention_sm90
  * of 64: the copy engine fills the rest with zeros. */
 template <int kD_, int kDepth_ = kD_> struct Tile {
     static constexpr int kD = kD_, kDepth = kDepth_, kOut = kD_;
-    static constexpr int kM = 128, kN = kD == 256 ? 80 : kDepth == 128 ? 176 : 128, kStages = 2, kMathWgs = 2;
+    static constexpr int kM = 128, kN = kD == 256 ? 80 : 128, kStages = 2, kMathWgs = 2;
     static constexpr int kBoxes = kD / 64; /* of 64 elements, 128 bytes */
     static constexpr int kLoadRegs = 40, kMathRegs = 232;
     static constexpr int kThreads = 128 * (1 + kMathWgs);

@@ -106,25 +106,29 @@ template <> struct Element<__nv_bfloat16> {
     {
         ptx::wgmma_m64n128k16_bf16_ss(d, a, b, keep);
     }
-    __device__ static void scores(float (&d)[88], uint64_t a, uint64_t b, bool keep)
+    __device__ static void weigh(float (&d)[128], const uint32_t (&a)[4], uint64_t b, bool keep = true)
     {
-        ptx::wgmma_m64n176k16_bf16_ss(d, a, b, keep);
+        ptx::wgmma_m64n256k16_bf16_rs(d, a, b, keep);
     }
-    __device__ static void weigh(float (&d)[128], const uint32_t (&a)[4], uint64_t b)
+    __device__ static void weigh(float (&d)[64], const uint32_t (&a)[4], uint64_t b, bool keep = true)
     {
-        ptx::wgmma_m64n256k16_bf16_rs(d, a, b, true);
+        ptx::wgmma_m64n128k16_bf16_rs(d, a, b, keep);
     }
-    __device__ static void weigh(float (&d)[64], const uint32_t (&a)[4], uint64_t b)
+    __device__ static void weigh(float (&d)[32], const uint32_t (&a)[4], uint64_t b, bool keep = true)
     {
-        ptx::wgmma_m64n128k16_bf16_rs(d, a, b, true);
+        ptx::wgmma_m64n64k16_bf16_rs(d, a, b, keep);
     }
-    __device__ static void weigh(float (&d)[32], const uint32_t (&a)[4], uint64_t b)
+    __device__ static void weigh(float (&d)[40], const uint32_t (&a)[4], uint64_t b, bool keep = true)
     {
-        ptx::wgmma_m64n64k16_bf16_rs(d, a, b, true);
+        ptx::wgmma_m64n80k16_bf16_rs(d, a, b, keep);
     }
-    __device__ static void weigh(float (&d)[40], const uint32_t (&a)[4], uint64_t b)
+    __device__ static void weigh(float (&d)[36], uint64_t a, uint64_t b, bool keep)
     {
-        ptx::wgmma_m64n80k16_bf16_rs(d, a, b, true);
+        ptx::wgmma_m64n72k16_bf16_st(d, a, b, keep);
+    }
+    __device__ static void weigh(float (&d)[32], uint64_t a, uint64_t b, bool keep)
+    {
+        ptx::wgmma_m64n64k16_bf16_st(d, a, b, keep);
     }
     __device__ static void weigh(float (&d)[36], const uint32_t (&a)[4], uint64_t b, bool keep)
     {
@@ -150,25 +154,21 @@ template <> struct Element<__half> {
     {
         ptx::wgmma_m64n128k16_f16_ss(d, a, b, keep);
     }
-    __device__ static void scores(float (&d)[88], uint64_t a, uint64_t b, bool keep)
+    __device__ static void weigh(float (&d)[128], const uint32_t (&a)[4], uint64_t b, bool keep = true)
     {
-        ptx::wgmma_m64n176k16_f16_ss(d, a, b, keep);
+        ptx::wgmma_m64n256k16_f16_rs(d, a, b, keep);
     }
-    __device__ static void weigh(float (&d)[128], const uint32_t (&a)[4], uint64_t b)
+    __device__ static void weigh(float (&d)[64], const uint32_t (&a)[4], uint64_t b, bool keep = true)
     {
-        ptx::wgmma_m64n256k16_f16_rs(d, a, b, true);
+        ptx::wgmma_m64n128k16_f16_rs(d, a, b, keep);
     }
-    __device__ static void weigh(float (&d)[64], const uint32_t (&a)[4], uint64_t b)
+    __device__ static void weigh(float (&d)[32], const uint32_t (&a)[4], uint64_t b, bool keep = true)
     {
-        ptx::wgmma_m64n128k16_f16_rs(d, a, b, true);
+        ptx::wgmma_m64n64k16_f16_rs(d, a, b, keep);
     }
-    __device__ static void weigh(float (&d)[32], const uint32_t (&a)[4], uint64_t b)
+    __device__ static void weigh(float (&d)[40], const uint32_t (&a)[4], uint64_t b, bool keep = true)
     {
-        ptx::wgmma_m64n64k16_f16_rs(d, a, b, true);
-    }
-    __device__ static void weigh(float (&d)[40], const uint32_t (&a)[4], uint64_t b)
-    {
-        ptx::wgmma_m64n80k16_f16_rs(d, a, b, true);
+        ptx::wgmma_m64n80k16_f16_rs(d, a, b, keep);
     }
 };
 
@@ -199,13 +199,25 @@ __device__ __forceinline__ void issue_scores(float (&sc)[kCount], uint32_t a, ui
     ptx::wgmma_commit_group();
 }
 
-/* O += P B: 16 rows of B on are 2,048 bytes on. */
+/* O = keep O + P B: 16 rows of B on are 2,048 bytes on. */
 template <class E, int kCount, int kSteps>
-__device__ __forceinline__ void issue_weigh(float (&o)[kCount], const uint32_t (&p)[kSteps][4], uint32_t b)
+__device__ __forceinline__ void issue_weigh(float (&o)[kCount], const uint32_t (&p)[kSteps][4], uint32_t b,
+                                            bool keep = true)
 {
 #pragma unroll
     for (int j = 0; j < kSteps; j++)
-        Element<E>::weigh(o, p[j], descriptor(b + j * (2048 >> 4)));
+        Element<E>::weigh(o, p[j], descriptor(b + j * (2048 >> 4)), j != 0 || keep);
+    ptx::wgmma_commit_group();
+}
+
+/* The same with P in shared memory, boxes of 64 rows. */
+template <class E, int kSteps, int kCount>
+__device__ __forceinline__ void issue_weigh_shared(float (&o)[kCount], uint32_t p, uint32_t b, bool keep)
+{
+#pragma unroll
+    for (int j = 0; j < kSteps; j++)
+        Element<E>::weigh(o, descriptor(p + (j / 4) * (64 * 128 >> 4) + (j % 4) * 2), descriptor(b + j * (2048 >> 4)),
+                          j != 0 || keep);
     ptx::wgmma_commit_group();
 }
 
@@ -218,6 +230,18 @@ __device__ __forceinline__ void pack(uint32_t (&p)[kSteps][4], const float (&sc)
 #pragma unroll
         for (int i = 0; i < 4; i++)
             p[j][i] = Element<E>::pack(sc[8 * j + 2 * i], sc[8 * j + 2 * i + 1]);
+}
+
+/* A left operand into boxes of 64 rows in shared memory; a warp reads its own rows alone. */
+template <int kSteps> __device__ __forceinline__ void store_left(char *to, const uint32_t (&p)[kSteps][4])
+{
+    const int lane = static_cast<int>(threadIdx.x % 32), row = lane % 16;
+    char *const at = to + (threadIdx.x / 32 % 4 * 16 + row) * 128;
+#pragma unroll
+    for (int j = 0; j < kSteps; j++)
+        ptx::stmatrix_x4(at + (j / 4) * (64 * 128) + ((j % 4 * 2 + lane / 16) ^ (row % 8)) * 16, p[j]);
+    ptx::fence_proxy_async();
+    __syncwarp();
 }
 
 /* Zeros in rows [from, kRows) of a tile in shared memory, by the math threads: 0 times a neighbour's NaN is NaN. */
