@@ -9,7 +9,10 @@ from pathlib import Path
 TARGET = Path(__file__).parents[1] / "csrc/cuda/common/wgmma_sm90.cuh"
 # N, and what A and B are: in registers, in shared memory with the depth contiguous, there with M or N contiguous
 SHAPES = [(64, "ss"), (80, "ss"), (128, "ss"), (64, "rs"), (80, "rs"), (128, "rs"), (256, "rs")]
-DTYPES = {"bf16": [*SHAPES, (72, "rs"), (72, "st"), (64, "rk"), (64, "st"), (256, "ss"), (256, "st"), (256, "tt")], "f16": SHAPES}
+DTYPES = {
+    "bf16": [*SHAPES, (72, "rs"), (64, "rk"), (64, "st"), (256, "ss"), (256, "st"), (256, "tt")],
+    "f16": SHAPES,
+}
 
 HEAD = """/* wgmma_sm90.cuh -- written by tools/gen_wgmma.py; change that.
  *

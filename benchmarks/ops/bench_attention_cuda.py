@@ -14,16 +14,16 @@ tiles. What came at head dim 256 on one H200, FA3's time over ours; the card's p
   one key head after the other                1.01 on 32K (the keys of one head fit in L2), nothing elsewhere
   four chains of maxima and sums for two      nothing at 256; at head dim 128 0.945 to 0.97, with 176 keys a block for
                                               128; turns lost there too (602 and 631 TFLOP/s on 32K)
-Below a peer: head dim 128 on one long document (0.94 to 0.98; what else was tried stands in attention_fwd_sm90.cuh),
-head dim 64 beside cuDNN (0.89); 128K, whose keys fit in no L2, is a draw.
+Head dims 64, 72 and 128 have a kernel of their own, attention_fwd_stream_sm90.cuh: three warpgroups at products hide
+what the elements wait for. Head dim 128: 1.05 of FA3 on 8K and 32K, 1.16 on uneven documents, from 0.97, 0.97 and 1.01
+in the same run; head dim 64: 1.20 of cuDNN on 8K, from 0.91. 128K at head dim 256, whose keys fit in no L2, is a draw.
 The plain kernels run in float32 without tensor cores: 0.01 of a peer.
 
-Head dim 72, frames of the vision tower, not causal: 128 columns in shared memory and in P V, of which the copy engine
-fills 56 with zeros, 80 in scores. 144 of 208 columns count forward, 360 of 704 backward; predicted 380 and 280 TFLOP/s,
-found 306 (frames of 1,024 tokens) to 360 (256 to 4,096) and 158 to 185. cuDNN, which takes equal frames alone, makes
-335 and 235: the backward pass is not what it can be. The forward's own kernel for 72 makes 331 and 382 (its numbers are
-in attention_fwd_turns_sm90.cuh and results/h200/attention_variants.json), without a seam between tiles, which frames of
-1,024 have 8 blocks of.
+Head dim 72, frames of the vision tower, not causal: 80 columns in scores, 72 in P V, of 128 in shared memory. Forward
+377 TFLOP/s on frames of 1,024 tokens, 526 on 4,096, 497 on 256 to 4,096, from 329, 385 and 377 in the same run: 1.69,
+1.43 and 1.83 of the faster of SDPA and varlen; frames of 256, which tiles of 192 rows do not fill, run in tiles of 128:
+208, 1.39. Backward, attention_bwd_narrow_sm90.cuh, 93 on 256, 214 on 1,024, 305 on 4,096 and 279: 1.05, 1.42, 1.24 and
+1.60; head dim 64 275, 0.69 of cuDNN.
 
 The backward pass on Hopper, predicted at 0.84 of FA3 on 8K (seven products where FA3 has five, each at 0.7 of the
 rate); the same bits every time, which FA3's are not. TFLOP/s at head dim 256 on 8K, 32K, and the hundred documents:

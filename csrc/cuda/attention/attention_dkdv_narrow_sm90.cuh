@@ -104,10 +104,11 @@ template <class T, class E> __device__ void narrow_key_role(KeySmem<T> &s, const
             return;
         float dv[T::kDepth / 2] = {}, dk[T::kDepth / 2] = {}, sc[T::kRows / 2], dp[T::kRows / 2];
         uint32_t p[T::kRows / 16][4], ds[T::kRows / 16][4];
-        const auto columns_at = [&](int b) { /* limits from the warpgroup's first key on */
-                                             Columns c = columns_of<T>(a, w, b);
-                                             c.limit0 -= wg * T::kWgKeys;
-                                             return c;
+        /* with limits from the warpgroup's first key on */
+        const auto columns_at = [&](int b) {
+            Columns c = columns_of<T>(a, w, b);
+            c.limit0 -= wg * T::kWgKeys;
+            return c;
         };
         const auto begin = [&] {
             ptx::wgmma_fence();

@@ -6,7 +6,7 @@ bool attention_fits_d72_bf16(const am_attention_args *a) { return attention_sm90
 am_status attention_fwd_d72_bf16(const am_attention_args *a, cudaStream_t stream)
 {
     using namespace attention_sm90;
-    using Wide = StreamTile<128, 80, 72, 128, 3, 1, true, true>;
-    using Narrow = StreamTile<128, 80, 72, 128, 2, 2, true, true>;
+    using Wide = StreamTile<128, 80, 72, 128, 3, 1, true>;
+    using Narrow = StreamTile<128, 80, 72, 128, 2, 2, true>;
     return launch_faster<Wide, Narrow, __nv_bfloat16>(a, 130, stream);
 }

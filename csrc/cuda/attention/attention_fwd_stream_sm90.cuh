@@ -16,7 +16,8 @@
  * thread and block are 512 of its cycles, and its dependent steps as many again. A third warp a scheduler fills them.
  * Two things cost as much: a branch between exponentials and sums (the assembler then mixes neither), and descriptors
  * made anew for every product. The wait for O += P V stands in front of the exponentials in the machine code, as it
- * does in FlashAttention-3's; held behind them by a data dependence it gained less than 1 %.
+ * does in FlashAttention-3's; held behind them by a data dependence it gained less than 1 %. Since the times below a
+ * tile is written out before the next one's softmax, not behind it: at head dim 72 three warpgroups else spill.
  *
  * bf16, one H200, interleaved; TFLOP/s. First head dim 128, 32 heads of queries and 8 of keys, causal:
  *
@@ -38,6 +39,7 @@
  *   the same without turns            168         343          439         429
  *   128 rows, 128 keys, turns         208         338          396         388
  *   128 rows, 192 keys, turns         155         304          391         384
+ *   192 rows, P through shared memory  -          366          489         469     another run
  *   two blocks a multiprocessor       175         265          299         297     64 keys; spills
  *   192 rows, an exponential in four  170         353          483         460
  *   by a polynomial
@@ -53,12 +55,10 @@ namespace attention_sm90
 {
 
 /* kD columns in shared memory, kDepth of them in scores, kOut in O; kN keys a block; kMathWgs warpgroups of 64 rows. */
-template <int kD_, int kDepth_, int kOut_, int kN_, int kMathWgs_, int kQStages_, bool kTurns_, bool kShared_ = false>
-struct StreamTile {
+template <int kD_, int kDepth_, int kOut_, int kN_, int kMathWgs_, int kQStages_, bool kTurns_> struct StreamTile {
     static constexpr int kD = kD_, kDepth = kDepth_, kOut = kOut_;
     static constexpr int kMathWgs = kMathWgs_, kM = 64 * kMathWgs, kN = kN_, kStages = 2, kQStages = kQStages_;
-    static constexpr bool kTurns = kTurns_;   /* of the warpgroups at the products */
-    static constexpr bool kShared = kShared_; /* P goes through shared memory */
+    static constexpr bool kTurns = kTurns_; /* of the warpgroups at the products */
     static constexpr int kBoxes = kD / 64;
     static constexpr int kLoadRegs = kMathWgs == 3 ? 32 : 40, kMathRegs = kMathWgs == 3 ? 160 : 232;
     static constexpr int kThreads = 128 * (1 + kMathWgs);
@@ -70,7 +70,6 @@ template <class T> struct StreamSmem {
     alignas(1024) char q[T::kQStages][T::kQBytes];
     alignas(1024) char k[T::kStages][T::kKvBytes];
     alignas(1024) char v[T::kStages][T::kKvBytes];
-    alignas(1024) char p[T::kShared ? T::kMathWgs : 1][T::kShared ? 64 * T::kN * 2 : 16];
     uint64_t q_full[T::kQStages], q_empty[T::kQStages]; /* 1 and the bytes; a warp each */
     uint64_t k_full[T::kStages], k_empty[T::kStages];   /* the same */
     uint64_t v_full[T::kStages], v_empty[T::kStages];
@@ -143,7 +142,6 @@ template <class T, class E> __device__ void stream_math_role(StreamSmem<T> &s, c
     const uint32_t q_low = uniform(descriptor_low(s.q[0] + wg * 64 * 128, T::kM * 128));
     const uint32_t k_low = uniform(descriptor_low(s.k[0], T::kN * 128));
     const uint32_t v_low = uniform(descriptor_low(s.v[0], T::kN * 128));
-    const uint32_t p_low = uniform(descriptor_low(s.p[T::kShared ? wg : 0], 64 * 128));
     constexpr uint32_t kStep = T::kKvBytes >> 4; /* from stage to stage */
     const auto slot_of = [](uint32_t block) { return block % T::kStages; };
     const auto phase_of = [](uint32_t block) { return block / T::kStages % 2; };
@@ -175,15 +173,7 @@ template <class T, class E> __device__ void stream_math_role(StreamSmem<T> &s, c
             rescale_by(o, factor);
         ptx::mbarrier_wait(&s.v_full[slot_of(at)], phase_of(at));
         ptx::wgmma_fence();
-        if constexpr (T::kShared)
-            issue_weigh_shared<E, T::kN / 16>(o, p_low, v_low + slot_of(at) * kStep, !fresh);
-        else
-            issue_weigh<E>(o, p, v_low + slot_of(at) * kStep, !fresh);
-    };
-    const auto pack_block = [&] {
-        pack<E>(p, sc);
-        if constexpr (T::kShared)
-            store_left(s.p[wg], p);
+        issue_weigh<E>(o, p, v_low + slot_of(at) * kStep, !fresh);
     };
     const auto scores_read = [&] {
         if (!signals)
@@ -200,19 +190,26 @@ template <class T, class E> __device__ void stream_math_role(StreamSmem<T> &s, c
         }
         soften<T>(sc, top, total, factor, a.scale_log2);
     };
-    const auto clear = [&] { /* the tile has begun with this block */
-                             const int rows = s.work[tile % 4].nk - left * T::kN;
-                             if (rows >= T::kN)
-                                 return;
-                             ptx::mbarrier_wait(&s.v_full[slot_of(at)], phase_of(at));
-                             clear_rows<T::kN, T::kBoxes, 128 * T::kMathWgs>(s.v[slot_of(at)], rows);
-                             ptx::fence_proxy_async();
-                             ptx::bar_sync(kTail, 128 * T::kMathWgs);
+    const auto clear = [&] {
+        const int rows = s.work[tile % 4].nk - left * T::kN; /* the tile has begun with this block */
+        if (rows >= T::kN)
+            return;
+        ptx::mbarrier_wait(&s.v_full[slot_of(at)], phase_of(at));
+        clear_rows<T::kN, T::kBoxes, 128 * T::kMathWgs>(s.v[slot_of(at)], rows);
+        ptx::fence_proxy_async();
+        ptx::bar_sync(kTail, 128 * T::kMathWgs);
     };
-    const auto finish = [&](uint32_t t, const float (&most)[2], const float (&sum)[2]) {
+    const auto weighed = [&](uint32_t block) {
+        ptx::wgmma_wait_group<0>();
+        if (signals)
+            ptx::mbarrier_arrive(&s.v_empty[slot_of(block)]);
+    };
+    const auto finish = [&](uint32_t t) {
         const Work &w = s.work[t % 4];
-        write_row<T, E>(a, w, o, 0, row, most[0], sum[0]);
-        write_row<T, E>(a, w, o, 1, row + 8, most[1], sum[1]);
+        write_row<T, E>(a, w, o, 0, row, top[0], total[0]);
+        write_row<T, E>(a, w, o, 1, row + 8, top[1], total[1]);
+        top[0] = top[1] = -INFINITY;
+        total[0] = total[1] = 0.0f;
     };
     /* One block on, into the next tile where this one's last was; false: there is none. */
     const auto step = [&](auto last) {
@@ -225,26 +222,22 @@ template <class T, class E> __device__ void stream_math_role(StreamSmem<T> &s, c
         begin(tile + (last.value ? 1 : 0), next);
         add();
         turn_ends();
-        const float most[2] = {top[0], top[1]}, sum[2] = {total[0], total[1]};
-        if constexpr (last.value) {
-            top[0] = top[1] = -INFINITY;
-            total[0] = total[1] = 0.0f;
-            tile++;
-            least = uniform(limit_of(a, s.work[tile % 4], 64 * wg));
-        }
         left = after;
         at = next;
+        tile += last.value ? 1 : 0;
         ptx::wgmma_wait_group<1>();
         scores_read();
-        soften_block();
-        ptx::wgmma_wait_group<0>();
-        if (signals)
-            ptx::mbarrier_arrive(&s.v_empty[slot_of(at - 1)]);
-        pack_block();
-        if constexpr (last.value) {
-            finish(tile - 1, most, sum);
-            clear();
+        if constexpr (last.value) { /* before the softmax, while P takes no registers */
+            weighed(at - 1);
+            finish(tile - 1);
+            least = uniform(limit_of(a, s.work[tile % 4], 64 * wg));
         }
+        soften_block();
+        if constexpr (last.value)
+            clear();
+        else
+            weighed(at - 1);
+        pack<E>(p, sc);
         fresh = last.value;
         return true;
     };
@@ -262,14 +255,14 @@ template <class T, class E> __device__ void stream_math_role(StreamSmem<T> &s, c
     scores_read();
     soften_block();
     clear();
-    pack_block();
+    pack<E>(p, sc);
     do
         while (left > 0)
             step(Known<false>{});
     while (step(Known<true>{}));
     add();
     ptx::wgmma_wait_group<0>();
-    finish(tile, top, total);
+    finish(tile);
 }
 
 template <class T, class E>

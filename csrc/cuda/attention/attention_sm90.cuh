@@ -122,14 +122,6 @@ template <> struct Element<__nv_bfloat16> {
     {
         ptx::wgmma_m64n80k16_bf16_rs(d, a, b, keep);
     }
-    __device__ static void weigh(float (&d)[36], uint64_t a, uint64_t b, bool keep)
-    {
-        ptx::wgmma_m64n72k16_bf16_st(d, a, b, keep);
-    }
-    __device__ static void weigh(float (&d)[32], uint64_t a, uint64_t b, bool keep)
-    {
-        ptx::wgmma_m64n64k16_bf16_st(d, a, b, keep);
-    }
     __device__ static void weigh(float (&d)[36], const uint32_t (&a)[4], uint64_t b, bool keep)
     {
         ptx::wgmma_m64n72k16_bf16_rs(d, a, b, keep);
@@ -210,17 +202,6 @@ __device__ __forceinline__ void issue_weigh(float (&o)[kCount], const uint32_t (
     ptx::wgmma_commit_group();
 }
 
-/* The same with P in shared memory, boxes of 64 rows. */
-template <class E, int kSteps, int kCount>
-__device__ __forceinline__ void issue_weigh_shared(float (&o)[kCount], uint32_t p, uint32_t b, bool keep)
-{
-#pragma unroll
-    for (int j = 0; j < kSteps; j++)
-        Element<E>::weigh(o, descriptor(p + (j / 4) * (64 * 128 >> 4) + (j % 4) * 2), descriptor(b + j * (2048 >> 4)),
-                          j != 0 || keep);
-    ptx::wgmma_commit_group();
-}
-
 /* Sums of 64 rows as the left operand of the next product. */
 template <class E, int kSteps>
 __device__ __forceinline__ void pack(uint32_t (&p)[kSteps][4], const float (&sc)[8 * kSteps])
@@ -230,18 +211,6 @@ __device__ __forceinline__ void pack(uint32_t (&p)[kSteps][4], const float (&sc)
 #pragma unroll
         for (int i = 0; i < 4; i++)
             p[j][i] = Element<E>::pack(sc[8 * j + 2 * i], sc[8 * j + 2 * i + 1]);
-}
-
-/* A left operand into boxes of 64 rows in shared memory; a warp reads its own rows alone. */
-template <int kSteps> __device__ __forceinline__ void store_left(char *to, const uint32_t (&p)[kSteps][4])
-{
-    const int lane = static_cast<int>(threadIdx.x % 32), row = lane % 16;
-    char *const at = to + (threadIdx.x / 32 % 4 * 16 + row) * 128;
-#pragma unroll
-    for (int j = 0; j < kSteps; j++)
-        ptx::stmatrix_x4(at + (j / 4) * (64 * 128) + ((j % 4 * 2 + lane / 16) ^ (row % 8)) * 16, p[j]);
-    ptx::fence_proxy_async();
-    __syncwarp();
 }
 
 /* Zeros in rows [from, kRows) of a tile in shared memory, by the math threads: 0 times a neighbour's NaN is NaN. */

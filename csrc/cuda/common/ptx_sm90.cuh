@@ -195,13 +195,6 @@ __device__ inline void ldmatrix_x4_trans(uint32_t (&r)[4], const void *row)
                  : "memory");
 }
 
-__device__ inline void stmatrix_x4(void *row, const uint32_t (&r)[4])
-{
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem_address(row)), "r"(r[0]),
-                 "r"(r[1]), "r"(r[2]), "r"(r[3])
-                 : "memory");
-}
-
 __device__ inline void stmatrix_x4_trans(void *row, const uint32_t (&r)[4])
 {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem_address(row)),
