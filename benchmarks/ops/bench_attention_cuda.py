@@ -39,6 +39,18 @@ rate); the same bits every time, which FA3's are not. TFLOP/s at head dim 256 on
 dq runs at 790 TFLOP/s on 8K, dk and dv at 525 to 550: that pass is the one to change. Keeping K's and V's columns as
 left operands in registers would take 28 of 288 KiB off shared memory; beyond 16 of 256 columns the 232 registers spill,
 and so they do with P handed over in 16 bits: compiled, not timed.
+
+What bounds a backward pass at head dim 256 is shared memory, counted in KiB for 64 keys and 64 rows at 128 bytes a
+cycle: FA3 (80 keys, dQ by way of shared memory) 515, 4,120 cycles beside 2,560 of its five products; these two passes
+288 + 192, 3,840 beside 3,584. Tried for `deterministic=False` and not delivered, five products over a pair of key tiles
+that swap dS through distributed shared memory, dQ of 128 keys reduced on chip and added to memory in 16-byte
+reductions (8 bytes a score): counted 328, 2,624 cycles, predicted 1.2 to 1.35 of FA3. Its one run gave no number: the
+gate, of 64 tokens first, did not return in 8 seconds. By reading: 32 and 240 registers a warpgroup are more than the
+168 a thread that a block of 384 starts with, so the last `setmaxnreg` waits for ever. As compiled, with 40 and 232 its
+products run one at a time, with 24 and 240 the loading roles spill 12 bytes. The same with its sums in the order of the
+tiles, to repeat, is compiled alone. FA3 itself says "Deterministic backward not supported for hdim 256". Beside it in
+that run, other work on the device, FA3 below what it can (results/h200/attention_bwd_variants.json), TFLOP/s on 8K,
+32K, the hundred and 4 of 8K: two passes 462, 463, 337, 444; FA3 412, 446, 194, 389.
 """
 
 import argparse
