@@ -81,8 +81,8 @@ def shard(model, mesh, *, device, units, zero, reduce_dtype=torch.float32, split
     `zero_strategy`. reduce_dtype: in which gradients travel; they are added up in float32. split: {name of a parameter:
     the axis that the ranks of "tp" split}; the parameter is this rank's part, a plain tensor. Gradients of the others
     are parts that sum over "tp". experts: whether there are parameters of experts, which the package cuts by a mesh of
-    their own. package: the package, None for the one that `require` finds. Weights on the meta device come without values;
-    `Shards.fill` takes them.
+    their own. package: the package, None for the one that `require` finds. Weights on the meta device come without
+    values: write to the parameters, then `Shards.install`.
     """
     package = package or require(mesh.device_type)
     for name, axis in (split or {}).items():

@@ -110,7 +110,7 @@ def gated(what, rows, tp, own, whole):
 
 
 def fused(what, own, tp):
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         step(what, "pieces", *own, tp)
     return sum(event.count for event in profile.key_averages() if event.key.startswith("fused_"))
 

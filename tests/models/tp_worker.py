@@ -157,7 +157,7 @@ def products_in_pieces(rows, size, width, seed):
         alone, dtype = how in ("exact", "plain"), torch.float32 if how == "exact" else torch.bfloat16
         leaves = [x, *whole] if alone else [tp.own(x), *parts]
         leaves = [leaf.to(here(), dtype).contiguous().requires_grad_() for leaf in leaves]
-        with torch.profiler.profile() as profile:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             out = gated(leaves, TensorParallel() if alone else tp, how == "compiled")
             out.backward((dout if alone else tp.own(dout)).to(out))
         fused = sum(event.count for event in profile.key_averages() if event.key.startswith("fused_"))

@@ -263,7 +263,7 @@ def test_load_recipe_megatron_fsdp_alone(recipe, override, words):
 
 def test_load_recipe_megatron_fsdp_contradiction(recipe):
     given = "distributed.defer_fsdp_grad_sync=true", "distributed.reshard_after_forward=true"
-    with pytest.raises(RecipeError, match="reshard_after_forward=true needs distributed.defer_fsdp_grad_sync=false"):
+    with pytest.raises(RecipeError, match="reshard_after_forward=true needs"):
         recipe({}, "distributed.strategy=megatron_fsdp", *given)
 
 

@@ -81,7 +81,7 @@ def test_dry_run_of_the_27b_over_tp_4_and_pp_4():
 
 def test_dry_run_of_megatron_fsdp():
     recipe = load_recipe(FRAMES, ["distributed.strategy=megatron_fsdp"])
-    with pytest.raises(NotImplementedError, match="--world lays out distributed.strategy=fsdp2 alone, found megatron"):
+    with pytest.raises(NotImplementedError, match="strategy=fsdp2 alone, found megatron_fsdp"):
         dry_run(recipe, 8)
 
 
