@@ -197,3 +197,11 @@ def _said(call):
         call()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
+
+
+def trained(recipe, overrides):
+    """A whole run of a recipe but for the picture."""
+    from tests.recipes import context_worker
+
+    with allowed():
+        context_worker.trained(recipe, overrides)
