@@ -119,7 +119,7 @@ def rows_of(what, rows, tp):
     weights, x, dout = weights_of(what), drawn(8, rows, HIDDEN), drawn(9, rows, HIDDEN) / rows
 
     def whole(dtype):
-        cast = [v.to(dtype).contiguous() for v in (x, dout, *weights)]
+        cast = [v.to(dtype, copy=True) for v in (x, dout, *weights)]
         return cast[0].requires_grad_(), [w.requires_grad_() for w in cast[2:]], cast[1]
 
     parts = [*(tp.own(w) for w in weights[:-1]), tp.own(weights[-1], 1)]
