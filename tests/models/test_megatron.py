@@ -16,6 +16,7 @@ from tests.models.megatron_check import CHOSEN, check_gradients, check_updates
 from tests.models.test_qwen3_5_cp import label_count, truth  # noqa: F401
 
 SEEDS = range(3)
+STRATEGIES = [("megatron_fsdp", "megatron_fsdp"), ("megatron_fsdp", "fsdp2"), ("fsdp2", "megatron_fsdp")]
 BF16 = torch.bfloat16
 # model, (dp, cp, tp), whether every microbatch reduces, whether weights are freed
 LAYOUTS = {
@@ -60,10 +61,10 @@ def test_bf16_computes_over_float32_masters(ranks):
 
 
 @pytest.mark.usefixtures("installed")
-@pytest.mark.parametrize("strategies", [("megatron_fsdp", "megatron_fsdp"), ("megatron_fsdp", "fsdp2")], ids=str)
+@pytest.mark.parametrize("strategies", STRATEGIES, ids=" to ".join)
 @pytest.mark.parametrize(("name", "shape"), [("dense", (2, 1, 1)), ("key heads", (2, 1, 2))])
 def test_a_checkpoint_goes_on(rank_pools, tmp_path, name, shape, strategies):
-    """To the bit under the strategy that wrote it; under FSDP2 but for the order of sums over tp."""
+    """To the bit under the strategy that wrote it; under the other but for the order of sums over tp."""
     ranks = rank_pools(shape[0] * shape[1] * shape[2])
     for differences in ranks.run(worker.round_trip, str(tmp_path), strategies, name, shape, True, BF16, timeout=120):
         assert max(differences.values()) <= (0.0 if len(set(strategies)) == 1 else 1e-4), differences
