@@ -42,11 +42,12 @@ def installed():
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_steps_are_fsdp2s(rank_pools, truth, layout):  # noqa: F811
     name, shape, per_microbatch, reshard = LAYOUTS[layout]
-    ranks = rank_pools(shape[0] * shape[1] * shape[2])
-    arguments = name, SEEDS, shape, CHOSEN, label_count(CHOSEN), per_microbatch
+    world = shape[0] * shape[1] * shape[2]
+    ranks, seeds = rank_pools(world), SEEDS[: 1 if world > 2 else len(SEEDS)]  # each is a minute of four ranks
+    arguments = name, seeds, shape, CHOSEN, label_count(CHOSEN), per_microbatch
     found = ranks.run(worker.steps, "megatron_fsdp", *arguments, reshard_after_forward=reshard, timeout=120)[0]
     twins = ranks.run(worker.steps, "fsdp2", *arguments, timeout=120)[0]
-    check_gradients(found, twins, [truth(name, seed, *CHOSEN) for seed in SEEDS], layout)
+    check_gradients(found, twins, [truth(name, seed, *CHOSEN) for seed in seeds], layout)
     check_updates(found, twins, layout)
 
 
