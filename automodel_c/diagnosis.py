@@ -27,6 +27,7 @@ OPTIONAL = {
     "pyarrow": ("17", "Parquet and Arrow files"),
     "tensorboard": ("2.18", "logging.tensorboard"),
     "wandb": ("0.19", "wandb in a recipe"),
+    "megatron-fsdp": ("0.5", "distributed.strategy=megatron_fsdp"),
 }
 # soname, its folder in NVIDIA's wheels, the requirement, the function that tells its version: as csrc/cuda has them
 LIBRARIES = {

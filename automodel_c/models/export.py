@@ -7,6 +7,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
+from ..parallel import uneven
 from ..parallel.pipeline import PipelineParallel
 from .gates import published_name
 from .qwen3_5 import Qwen3_5
@@ -21,7 +22,7 @@ def full_state_dict(model):
     each, rank = dist.get_world_size() // pp.ranks, dist.get_rank()
     state, device = {}, torch.device("cpu")
     for name, tensor in whole_experts(model):
-        whole, device = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor, tensor.device
+        whole, device = uneven.whole(tensor) if isinstance(tensor, DTensor) else tensor, tensor.device
         if rank % each == 0:
             state[published_name(name)] = whole.detach().cpu().contiguous()
     for source in range(each, dist.get_world_size(), each):

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from automodel_c.parallel import checkpoint_context_fn
 
+from . import megatron
 from .gates import hold_gates
 from .qwen3_5 import Qwen3_5
 from .qwen3_5.experts import Experts
@@ -19,12 +20,15 @@ from .qwen3_5.step import OnHost
 from .qwen3_5.tensor import is_split
 from .qwen3_5.text import DecoderLayer
 
+STRATEGIES = ("fsdp2", "megatron_fsdp")
+
 
 def parallelize_qwen3_5(
     model, mesh, *, moe_mesh=None, mp_policy=None, reshard_after_forward=None, experts_reshard_after_forward=None,
     activation_checkpointing=False, activation_checkpointing_scope="all", compile=False, async_tensor_parallel=False,
+    strategy="fsdp2", reduce_per_microbatch=True,
 ):  # fmt: skip
-    """Shards `model` in place over a device mesh with FSDP2, and returns it.
+    """Shards `model` in place over a device mesh with FSDP2, or Megatron-FSDP, and returns it.
 
     model: qwen3_5.Qwen3_5 or transformers' Qwen3_5(Moe)ForConditionalGeneration on this rank's device, equal on all
     ranks but for experts that they share, frozen where it shall be. A Qwen3_5 may be on the meta device:
@@ -44,6 +48,8 @@ def parallelize_qwen3_5(
     activation_checkpointing: False, True or "full", "selective" (see qwen3_5.load). activation_checkpointing_scope:
     "all", "language" (decoder and MTP head) or "vision"; a frozen tower keeps nothing and is never in it.
     async_tensor_parallel: whether ranks of "tp" send rows while they compute, see `parallel.tensor.compiled`.
+    strategy: "fsdp2", or "megatron_fsdp" for a Qwen3_5 on GPUs, see `models.megatron`; reduce_per_microbatch: of the
+    latter, for which it is settled here what `set_grad_reduction` settles before each backward of the former.
     Order: weights over "tp" and experts over "ep" (the model was loaded so), checkpointing, compilation, FSDP2: gate
     parameters (always fp32), experts that ranks share, weights that ranks split with the norms between them, vision
     blocks, vision tower, decoder layers, MTP head, root; context parallelism goes on inside forward.
@@ -59,11 +65,21 @@ def parallelize_qwen3_5(
             "distributed.enable_compile=True is not supported: a layer is compiled for one pack's plan, and would be"
             " compiled again for every step's; what compilation fuses, the operators of this package do already"
         )
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy is {strategy!r}, one of {', '.join(STRATEGIES)} is needed")
     _check_dimensions(mesh, cp, model.tp if own else None)
     _check_experts(model, mesh, moe_mesh)
-    _checkpoint_activations(model, activation_checkpointing, activation_checkpointing_scope, cp)
-    gates = hold_gates(model)
     mp_policy = mp_policy or MixedPrecisionPolicy()
+    if strategy == "megatron_fsdp":
+        zero = megatron.check(model, mesh, moe_mesh, mp_policy, reshard_after_forward, reduce_per_microbatch)
+    _checkpoint_activations(model, activation_checkpointing, activation_checkpointing_scope, cp)
+    if own and async_tensor_parallel:
+        model.tp.send_in_pieces()
+    for module, _ in _split_modules(model):
+        module.asynchronous = async_tensor_parallel
+    if strategy == "megatron_fsdp":
+        return megatron.shard(model, mesh, mp_policy, zero)
+    gates = hold_gates(model)
     options = {"mesh": _flat(mesh, "dp", "cp", "tp"), **_given(reshard_after_forward=reshard_after_forward)}
     if {mp_policy.param_dtype, *(p.dtype for p in model.parameters())} - {None, torch.float32}:
         for gate in gates:
@@ -76,7 +92,6 @@ def parallelize_qwen3_5(
         own_reshard = _given(reshard_after_forward=experts_reshard_after_forward)
         _shard_experts(experts, moe_mesh, **options | own_reshard)
     for module, between in _split_modules(model):
-        module.asynchronous = async_tensor_parallel
         for norm in between:
             fully_shard(norm, **options)
         _shard_split(module, options["mesh"], **options | {"mesh": _flat(mesh, "dp", "cp")})
@@ -134,9 +149,9 @@ def _shard_experts(experts, moe_mesh, *, mesh, mp_policy, **options):
 def _split_modules(model):
     """(module whose weights ranks of tp split, the whole norms inside) of every layer."""
     for layer in [m for m in model.modules() if isinstance(m, DecoderLayer)] if isinstance(model, Qwen3_5) else ():
-        if hasattr(layer, "self_attn") and is_split(layer.self_attn, "self_attn"):
+        if hasattr(layer, "self_attn") and is_split(layer.self_attn):
             yield layer.self_attn, (layer.self_attn.q_norm, layer.self_attn.k_norm)
-        if isinstance(layer.mlp, MLP) and is_split(layer.mlp, "mlp"):
+        if isinstance(layer.mlp, MLP) and is_split(layer.mlp):
             yield layer.mlp, ()
 
 

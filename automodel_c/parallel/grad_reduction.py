@@ -1,5 +1,6 @@
 """When FSDP2 reduces gradients, and whether it sums or averages them."""
 
+from automodel_c.parallel import megatron
 from automodel_c.parallel.fsdp_units import units
 
 
@@ -11,10 +12,13 @@ def set_grad_reduction(model, per_microbatch):
     dtype, and communicate nothing; parameters stay gathered in between.
 
     Per microbatch: call once with True. Deferred: call with False before the first microbatch of a step, and with True
-    before its last. The gradients are the same up to rounding. ValueError without an FSDP unit, TypeError for no bool.
+    before its last. The gradients are the same up to rounding. Under Megatron-FSDP the way was settled when the model
+    was sharded, and this tells it which microbatch is the last. ValueError without an FSDP unit, TypeError for no bool.
     """
     if not isinstance(per_microbatch, bool):
         raise TypeError(f"set_grad_reduction: per_microbatch is {per_microbatch!r}, a bool is needed")
+    if (shards := megatron.of(model)) is not None:
+        return shards.reduce(per_microbatch)
     for unit in units(model):
         unit.set_is_last_backward(per_microbatch)
         unit.set_reshard_after_backward(per_microbatch, recurse=False)

@@ -7,11 +7,13 @@ every rank sees a rank's rows, or its heads, alone: its gradient is this rank's 
 """
 
 import functools
+import warnings
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd.graph import increment_version
+from torch.distributed import _symmetric_memory as symmetric
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 
@@ -59,6 +61,14 @@ class TensorParallel:
         """[all rows of x [n, H] times a split weight [m, H]] of every weight. asynchronous: see `compiled`."""
         return (compiled(_joined_products) if asynchronous else _products)(x, weights, self)
 
+    def send_in_pieces(self):
+        """Has the ranks' memory seen by each other, without which `compiled` cuts nothing; on CUDA, called by all."""
+        if self.mesh is None or self.mesh.device_type != "cuda":
+            return
+        with warnings.catch_warnings():  # needless, it says; Inductor's pass goes by whether it was called
+            warnings.simplefilter("ignore", FutureWarning)
+            symmetric.enable_symm_mem_for_group(self.group.group_name)
+
     def product(self, x, weight, asynchronous=False):
         """x [R n, m], this rank's part of the channels, times its part [H, m] of a weight: its own rows of the sum."""
         return (compiled(_product) if asynchronous else _product)(x, weight, self)
@@ -67,8 +77,9 @@ class TensorParallel:
 @functools.cache
 def compiled(function):
     """A function of tensors by torch.compile, where Inductor cuts gathers and the products behind them, and products
-    and the sums behind them, into pieces that run at the same time. It does so on CUDA, in groups with symmetric
-    memory, where rows are added in their own dtype; elsewhere it leaves them as they are."""
+    and the sums behind them, into pieces that run at the same time. It does so on CUDA, in groups of which
+    `TensorParallel.send_in_pieces` was called, where rows are added in their own dtype; elsewhere it leaves them as
+    they are."""
     return torch.compile(function, options={"_micro_pipeline_tp": True})
 
 

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from ..models.qwen3_5.checkpoint import take_place
-from ..parallel import faults
+from ..parallel import faults, megatron, uneven
 from ..sums import SUMS, sums_of, write_sums
 from . import integrity
 from .runtime import rng_state, set_rng_state
@@ -71,7 +71,7 @@ class Checkpoints:
             for left in self.folder.glob(".step_*.tmp"):  # by a run that was killed
                 shutil.rmtree(left, ignore_errors=True)
         dist.barrier()
-        model_state, optimizer_state = get_state_dict(model, optimizer)
+        model_state, optimizer_state = _states(model, optimizer)
         state = {
             "model": model_state,
             "optimizer": optimizer_state,
@@ -161,10 +161,18 @@ def save_checkpoint(folder, step, model, optimizer, runtime, *, data, keep=None)
     return Checkpoints(folder, runtime, keep=keep).save(step, model, optimizer, data=data)
 
 
+def _states(model, optimizer):
+    """Of both, as checkpoints hold them."""
+    megatron.rest(model)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    megatron.place_states(model, optimizer_state["state"])
+    return model_state, optimizer_state
+
+
 def _copied(value):
     """A copy on the host that nothing else writes to."""
     if isinstance(value, DTensor):  # from_local would move the copy to the mesh's device
-        return DTensor(_copied(value.to_local()), value._spec, requires_grad=False)
+        return uneven.follow(DTensor(_copied(value.to_local()), value._spec, requires_grad=False), value)
     return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
 
 
@@ -211,7 +219,7 @@ def load_checkpoint(folder, model, optimizer, runtime, *, data):
     step = checkpoint_step(folder)
     reader = integrity.Reader(folder)
     saved = _described(reader, folder)
-    model_state, optimizer_state = get_state_dict(model, optimizer)
+    model_state, optimizer_state = _states(model, optimizer)
     # settings stay what they are, and what they name of parameters may be another stage's of a pipeline
     state = {"model": model_state, "optimizer": {"state": optimizer_state["state"]}, "progress": _progress(0, data)}
     rank = str(runtime.rank)
@@ -240,6 +248,7 @@ def load_model(folder, model):
     ValueError when it is no whole checkpoint, or not one of this model.
     """
     checkpoint_step(folder)
+    megatron.rest(model)
     state = {"model": get_model_state_dict(model)}
     reader = integrity.Reader(folder)
     _described(reader, folder)

@@ -206,10 +206,11 @@ def _agree(recipe):
     """Settles keys that say one thing twice; RecipeError where they contradict."""
     from automodel_c.parallel import grad_reduction_from_config
 
+    given = recipe.distributed.defer_fsdp_grad_sync, recipe.pipeline.reduce_grad_per_microbatch
+    if recipe.distributed.strategy == "megatron_fsdp" and given == (None, None):
+        given = None, True  # the other way holds weights and gradients whole
     try:
-        per_microbatch = grad_reduction_from_config(
-            recipe.distributed.defer_fsdp_grad_sync, recipe.pipeline.reduce_grad_per_microbatch
-        )
+        per_microbatch = grad_reduction_from_config(*given)
     except ValueError as error:
         raise RecipeError(str(error)) from None
     recipe.distributed.defer_fsdp_grad_sync = not per_microbatch
@@ -246,6 +247,7 @@ def _check_choices(recipe):
         )
     if "" in (recipe.processor.words or ()):
         raise RecipeError("processor.words: a word is empty")
+    _check_choice(recipe, "distributed.strategy", ("fsdp2", "megatron_fsdp"))
     _check_choice(recipe, "distributed.activation_checkpointing", (False, True, "full", "selective"))
     _check_choice(recipe, "distributed.activation_checkpointing_scope", (None, "all", "language", "vision"))
     if recipe.wandb is not None:
@@ -261,6 +263,7 @@ def _check_choices(recipe):
             f" found {recipe.model.operators!r}"
         )
     _check_operators(recipe)
+    _check_megatron(recipe)
     _check_tensor_parallel(recipe.distributed)
     _check_schedule(recipe.pipeline)
     _check_stages(recipe)
@@ -294,6 +297,24 @@ def _check_operators(recipe):
         for key, needs in keys.items():
             if needs and recipe.model.operators not in operators:
                 raise RecipeError(f"{key} needs model.operators: {' or '.join(operators)}")
+
+
+def _check_megatron(recipe):
+    from automodel_c.parallel import megatron
+
+    section = recipe.distributed
+    if section.strategy != "megatron_fsdp":
+        return
+    strategy = "distributed.strategy=megatron_fsdp"
+    if recipe.model.operators != _OPERATORS[0]:
+        raise RecipeError(f"{strategy} needs model.operators: {_OPERATORS[0]}")
+    for name in ("ep", "pp"):
+        if (getattr(section, f"{name}_size") or 1) > 1:
+            raise RecipeError(f"{strategy} needs distributed.{name}_size=1, found {getattr(section, f'{name}_size')}")
+    try:
+        megatron.zero_strategy(recipe.pipeline.reduce_grad_per_microbatch, section.reshard_after_forward)
+    except ValueError as error:
+        raise RecipeError(str(error)) from None
 
 
 def _check_schedule(section):

@@ -137,6 +137,11 @@ def dry_run(recipe, world):
     LrSchedule(recipe.lr_scheduler, recipe.optimizer.lr, steps.max_steps or 1, recipe.optimizer.weight_decay)
     if recipe.model.operators != "automodel_c":
         raise ValueError(f"--world needs model.operators: automodel_c, found {recipe.model.operators!r}")
+    if recipe.distributed.strategy != "fsdp2":
+        raise NotImplementedError(
+            f"--world lays out distributed.strategy=fsdp2 alone, found {recipe.distributed.strategy}: the package that"
+            " cuts the weights needs GPUs to say what a rank holds"
+        )
     kinds = _Kinds(recipe, source_of(recipe), shape, ep)
     ranks = [kinds.of(rank).parts for rank in range(world)]
     built, stages = kinds.all(), kinds.stages()
@@ -225,7 +230,7 @@ def _built(recipe, source, shape, ep, rank):
     with _pretended(shape, ep, rank, stages_on(recipe.pipeline)) as runtime:
         model = models.own(folder, config, recipe.model, **shared(recipe, runtime))
         model = shard(recipe, model, runtime)
-        optimizer = parts.build_optimizer([p for p in model.parameters() if p.requires_grad], recipe.optimizer)
+        optimizer = parts.build_optimizer(model, recipe.optimizer)
         optimizer.make_state()
         reads = None
         if folder is not None:

@@ -134,7 +134,7 @@ def build(recipe, runtime):
     restored = sound_folder(section.restore_from, folder) if section.restore_from else None
     seed_model(recipe)
     materialise(model, runtime.device, weights=not restored)
-    optimizer = parts.build_optimizer([p for p in model.parameters() if p.requires_grad], recipe.optimizer)
+    optimizer = parts.build_optimizer(model, recipe.optimizer)
     seed_training(recipe, runtime.rank)
     order = data_order(recipe, len(dataset))
     first_step = load_checkpoint(restored, model, optimizer, runtime, data=order) if restored else 0
@@ -234,6 +234,8 @@ def shard(recipe, model, runtime):
         activation_checkpointing_scope=section.activation_checkpointing_scope or "all",
         compile=section.enable_compile,
         async_tensor_parallel=section.enable_async_tensor_parallel,
+        strategy=section.strategy,
+        reduce_per_microbatch=recipe.pipeline.reduce_grad_per_microbatch,
     )
     parts.install_reduction(model, runtime.device)
     return model

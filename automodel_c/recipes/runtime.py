@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from ..parallel import megatron
 from ..parallel.pipeline import Channels, PipelineParallel
 from ..parallel.pipeline_order import stages_per_rank
 
@@ -81,6 +82,8 @@ def start_ranks(recipe):
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         _check_gpu(backend, device.index)
         torch.cuda.set_device(device)
+    if recipe.distributed.strategy == "megatron_fsdp":
+        _check_megatron(device)
     store = None if "RANK" in os.environ else dist.HashStore()
     dist.init_process_group(
         backend,
@@ -106,6 +109,13 @@ def _check_gpu(backend, index):
             f"dist_env.backend={backend} gives each rank of this machine a GPU: rank {index} has none, torch sees"
             f" {seen} (automodel-c doctor says what is missing; dist_env.backend=gloo runs on the CPU)"
         )
+
+
+def _check_megatron(device):
+    try:
+        megatron.require(device.type)
+    except NotImplementedError as error:
+        raise UsageError(str(error)) from None
 
 
 def _started_shape(section, world):

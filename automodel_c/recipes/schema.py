@@ -167,7 +167,7 @@ class Moe:
 @dataclass
 class Distributed:
     _target_: str | None = None  # accepted and unused, as upstream's parser does
-    strategy: str = only("fsdp2")
+    strategy: str = "fsdp2"  # or megatron_fsdp: on GPUs, by the package megatron-fsdp from 0.5 on
     dp_size: int | None = None  # None: the ranks that were started / (cp_size * tp_size * pp_size)
     dp_replicate_size: int | None = only(None, 1)
     tp_size: int | None = 1  # ranks that split heads and widths, and share every microbatch; None: 1
@@ -177,7 +177,7 @@ class Distributed:
     sequence_parallel: bool | None = None  # with tp_size above 1 rows are always divided between split weights
     activation_checkpointing: bool | str = False  # false; true or "full"; "selective": some products are kept
     activation_checkpointing_scope: str | None = None  # all (None), language or vision; a frozen tower is never in it
-    defer_fsdp_grad_sync: bool | None = None  # None: true, as upstream, unless pipeline says otherwise
+    defer_fsdp_grad_sync: bool | None = None  # None: true (fsdp2), false (megatron_fsdp), or what pipeline says
     reshard_after_forward: bool | None = None  # None: FSDP2's own way, every unit but the root
     mp_policy: MpPolicy = block(MpPolicy)
     offload_policy: Any = only(None)

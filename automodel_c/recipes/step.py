@@ -107,6 +107,8 @@ def train_step(
     if asked:
         return asked
     sums = accumulate_gradients(model, batches, labels, runtime=runtime, per_microbatch=per_microbatch, fused=fused)
+    with span("backward"):
+        parts.finish_gradients(model)
     mine = torch.stack(list(sums.values()))  # the model decides which there are, so all ranks have the same
     losses = torch.cat([mine, interrupt.flags(mine)])
     dist.all_reduce(losses)

@@ -103,7 +103,7 @@ def test_requirements_are_those_of_the_project():
     for line in (*extras["torch"], *extras["train"]):
         asked |= dict([re.match(r"([\w-]+)>=([\d.]+)", line).groups()])
     assert {name: least for name, (least, _) in diagnosis.REQUIRED.items()} == asked
-    optional = [line for extra in ("video", "parquet", "logs") for line in extras[extra]]
+    optional = [line for extra in ("video", "parquet", "logs", "megatron") for line in extras[extra]]
     assert [f"{name}>={least}" for name, (least, _) in diagnosis.OPTIONAL.items()] == optional
     assert [requirement for _, _, requirement, _ in diagnosis.LIBRARIES.values()] == extras["cuda"]
 

@@ -34,7 +34,7 @@ def build(name, seed, shape, ep=1, chunks=1):
     where = runtime(shape, ep, chunks)
     shared = {"tp": TensorParallel(where.tp_mesh), "ep_group": where.ep_group, "pp": where.pp}
     whole, (_, _, options, frozen, *_) = cp_worker.build(name, seed), (cp_worker.MODELS | cp_worker.MORE)[name]
-    model = qwen3_5.load(whole.config, cp=ContextParallel(where.mesh.get_group("cp")), **shared, **options)
+    model = qwen3_5.load(whole.config, cp=ContextParallel(where.mesh.get_group("cp")), **shared, **options).to(here())
     if model.model.visual is not None:
         model.model.visual.requires_grad_(not frozen)
     parallelize_qwen3_5(model, where.mesh, moe_mesh=where.moe_mesh)
@@ -66,7 +66,7 @@ def steps(name, seeds, shape, ep, chunks, chosen, count):
         losses = torch.stack([stages.losses[key] for key in ("lm_loss", "mtp_loss", "aux_loss")])
         dist.all_reduce(losses)
         weight = model.config.text.router_aux_loss_coef if model.has_aux_loss else 0
-        loss = losses @ torch.tensor([1.0, 0.1, weight])
+        loss = losses @ losses.new_tensor([1.0, 0.1, weight])
         norm = clip_grad_norm_(model.parameters(), float("inf"), group=where.pp_group)
         found.append((whole(model, loss, where), norm, max(full[:-1]) if seed % 2 == 0 else full[-1]))
     return found

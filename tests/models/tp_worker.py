@@ -142,3 +142,33 @@ def products(asynchronous):
     out = tp.product(wide * narrow.sum(1, keepdim=True), down, asynchronous)
     out.square().sum().backward()
     return [wide.detach(), narrow.detach(), out.detach(), *(p.grad for p in (x, *weights, down))]
+
+
+def products_in_pieces(rows, size, width, seed):
+    """Of an MLP's products, forward and backward, on GPUs: {how: (outputs and gradients, fused collectives that ran)}
+    compiled and not, and in float32 what all ranks' weights give."""
+    tp, found = TensorParallel(runtime((1, 1, 2), 1).tp_mesh), {}
+    tp.send_in_pieces()
+    generator = torch.Generator().manual_seed(seed)
+    whole = [torch.randn(n, m, generator=generator) / m**0.5 for n, m in ((width, size), (width, size), (size, width))]
+    x, dout = (torch.randn(rows, size, generator=generator) for _ in range(2))
+    parts = [tp.own(whole[0]), tp.own(whole[1]), tp.own(whole[2], 1)]
+    for how in ("exact", "plain", "eager", "compiled"):
+        alone, dtype = how in ("exact", "plain"), torch.float32 if how == "exact" else torch.bfloat16
+        leaves = [x, *whole] if alone else [tp.own(x), *parts]
+        leaves = [leaf.to(here(), dtype).contiguous().requires_grad_() for leaf in leaves]
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            out = gated(leaves, TensorParallel() if alone else tp, how == "compiled")
+            out.backward((dout if alone else tp.own(dout)).to(out))
+        fused = sum(event.count for event in profile.key_averages() if event.key.startswith("fused_"))
+        values = [out.detach(), *(leaf.grad for leaf in leaves)]
+        if alone:  # what this rank has of it
+            values = [tp.own(v, dim) for v, dim in zip(values, (0, 0, 0, 0, 1), strict=True)]
+        found[how] = [v.cpu() for v in values], fused
+    return found
+
+
+def gated(leaves, tp, asynchronous):
+    x, gate, up, down = leaves
+    gate, up = tp.products(x, [gate, up], asynchronous)
+    return tp.product(gate * up.sigmoid(), down, asynchronous)

@@ -53,7 +53,7 @@ def _refused(capsys, *arguments):
         (["train", DIGITS, "--nproc", "2", "distributed.pp_size=2", "pipeline.stages_per_rank=2"], "1F1B takes 1"),
         (
             ["train", DIGITS, "distributed.strategy=megatron_fsdp"],
-            "distributed.strategy='megatron_fsdp' is not supported",
+            "distributed.strategy=megatron_fsdp trains on GPUs alone, found device 'cpu': megatron-fsdp gathers and",
         ),
         (["export", DIGITS, "runs"], "required: folder"),
         (["export", DIGITS, "runs", "hf"], "checkpoint.restore_from='runs': expected a folder called step_<n>"),

@@ -177,7 +177,6 @@ def test_load_recipe_bad_file(tmp_path, text, message):
 @pytest.mark.parametrize(
     "key, value",
     [
-        ("distributed.strategy", "megatron_fsdp"),
         ("distributed.moe.lm_head_precision", "float32"),
         ("checkpoint.best_metric_key", "accuracy"),
         ("checkpoint.model_save_format", "torch_save"),
@@ -195,6 +194,7 @@ def test_load_recipe_not_supported(recipe, key, value):
 @pytest.mark.parametrize(
     ("key", "value"),
     [
+        ("distributed.strategy", "ddp"),
         ("distributed.activation_checkpointing", "partly"),
         ("distributed.activation_checkpointing_scope", "audio"),
         ("lr_scheduler.wsd_decay_steps", "0"),
@@ -232,6 +232,39 @@ def test_load_recipe_context_parallel(recipe):
     given = {"enabled": True, "mesh_dims": ["cp"], "min_tokens": 0, "cost_alpha": "auto"}
     loaded = recipe(_frames(**given), "distributed.cp_size=32")
     assert frame_sharding(loaded.distributed) == {**asdict(FrameSharding()), **given}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reduced"),
+    [
+        ((), True),
+        (("distributed.defer_fsdp_grad_sync=true",), False),
+        (("pipeline.reduce_grad_per_microbatch=true", "distributed.reshard_after_forward=false"), True),
+        (("distributed.cp_size=2", "distributed.tp_size=2"), True),
+    ],
+)
+def test_load_recipe_megatron_fsdp(recipe, overrides, reduced):
+    loaded = recipe({}, "distributed.strategy=megatron_fsdp", *overrides)
+    assert loaded.pipeline.reduce_grad_per_microbatch is reduced is not loaded.distributed.defer_fsdp_grad_sync
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("model.operators=transformers", "megatron_fsdp needs model.operators: automodel_c"),
+        ("distributed.ep_size=4", "megatron_fsdp needs distributed.ep_size=1, found 4"),
+        ("distributed.pp_size=2", "megatron_fsdp needs distributed.pp_size=1, found 2"),
+    ],
+)
+def test_load_recipe_megatron_fsdp_alone(recipe, override, words):
+    with pytest.raises(RecipeError, match=words):
+        recipe({}, "distributed.strategy=megatron_fsdp", override)
+
+
+def test_load_recipe_megatron_fsdp_contradiction(recipe):
+    given = "distributed.defer_fsdp_grad_sync=true", "distributed.reshard_after_forward=true"
+    with pytest.raises(RecipeError, match="reshard_after_forward=true needs"):
+        recipe({}, "distributed.strategy=megatron_fsdp", *given)
 
 
 def test_load_recipe_stages_without_anything_to_train(recipe):

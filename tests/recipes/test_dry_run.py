@@ -79,6 +79,12 @@ def test_dry_run_of_the_27b_over_tp_4_and_pp_4():
     assert dry_run(load_recipe(TP4_PP4), 32).shape == (2, 1, 4, 4, 1)
 
 
+def test_dry_run_of_megatron_fsdp():
+    recipe = load_recipe(FRAMES, ["distributed.strategy=megatron_fsdp"])
+    with pytest.raises(NotImplementedError, match="strategy=fsdp2 alone, found megatron_fsdp"):
+        dry_run(recipe, 8)
+
+
 def test_dry_run_of_the_4b_over_cp_2():
     found = dry_run(load_recipe(FRAMES), 8)
     assert found.shape == (4, 2, 1, 1, 1) and found.kinds == 1 and 4.6e9 < found.parameters < 4.7e9

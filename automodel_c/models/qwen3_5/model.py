@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from automodel_c import ops
-from automodel_c.parallel import ContextParallel, alarms
+from automodel_c.parallel import ContextParallel, alarms, megatron
 from automodel_c.parallel.exchange import exchange
 from automodel_c.parallel.experts import ExpertParallel
 from automodel_c.parallel.frame_plan import FrameSharding
@@ -385,13 +385,17 @@ def materialise(model, device="cpu", *, weights=True):
     device: of the memory. weights: False leaves them undefined, for who fills them at once.
     `model.bytes_read` says what of the files this rank has read. Raises what `load` raises of files.
     """
-    model.to_empty(device=device)
+    shards = megatron.of(model)
+    if shards is None:
+        model.to_empty(device=device)
     if weights and model.folder is None:
         initialise(model, whole_on_meta(model))
     elif weights:
         files = Files(model.folder)
         files.fill(model, whole_on_meta(model))
         model.bytes_read = files.bytes_read
+    if shards is not None:
+        shards.install()
     return model
 
 

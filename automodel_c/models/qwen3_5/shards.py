@@ -6,6 +6,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from automodel_c.parallel.uneven import place_of
+
 
 @dataclasses.dataclass(frozen=True)
 class Part:
@@ -20,7 +22,9 @@ class Part:
         """Of a DTensor this rank's shard; of a plain tensor all of it, which is rows `first` onwards of `rows` in all
         (None: it is whole)."""
         if isinstance(weight, DTensor):
-            _, offsets = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+            offsets = place_of(weight)
+            if offsets is None:
+                _, offsets = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
             return cls(weight.to_local(), tuple(offsets), tuple(weight.shape))
         rows = len(weight) if rows is None and weight.ndim else rows
         shape = (rows, *weight.shape[1:]) if weight.ndim else ()

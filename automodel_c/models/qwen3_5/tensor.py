@@ -85,8 +85,9 @@ def cut(module, part, tp):
         local = linear.weight.detach().chunk(tp.ranks, dim)[tp.rank].clone()
         spread = DTensor.from_local(local, tp.mesh, [Shard(dim)], run_check=False)
         linear.weight = nn.Parameter(spread, requires_grad=linear.weight.requires_grad)
+    module.is_cut = True
 
 
-def is_split(module, part):
+def is_split(module):
     """Whether `cut` was here."""
-    return isinstance(getattr(module, next(iter(_SPLIT[part]))).weight, DTensor)
+    return getattr(module, "is_cut", False)
