@@ -222,6 +222,7 @@ def gated_delta_rule_forward(
     *,
     scale: float,
     l2norm: bool,
+    part: int = 0,  # 1: what comes early, 2: the rest
 ) -> None: ...
 def gated_delta_rule_backward(
     dq: Tensor,
@@ -245,6 +246,7 @@ def gated_delta_rule_backward(
     *,
     scale: float,
     l2norm: bool,
+    part: int = 0,  # 1: dinitial alone
 ) -> None: ...
 
 # loss
