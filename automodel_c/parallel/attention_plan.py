@@ -10,6 +10,8 @@ import torch
 from automodel_c import _amcore
 from automodel_c.ops.attention import documents_beside
 
+from .attention_ahead import Halves
+
 
 class Part(NamedTuple):
     """Tasks of one call: ``rows`` of ``heads`` in the query buffer, their documents there and in a key section."""
@@ -46,6 +48,11 @@ class AttentionPlan:
         self.split = bool((self.tasks[:, 9] < heads).any())
         self.stays = not self.migrated and not self.tasks[:, 4].any()  # queries are read where they are
         self.apart = self.stays and not len(_away(self.key_moves))  # and so are keys
+
+    @functools.cached_property
+    def halves(self):
+        """This rank's `Halves`."""
+        return Halves(self)
 
     @functools.cached_property
     def mine(self):
