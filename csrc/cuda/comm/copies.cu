@@ -1,7 +1,7 @@
 /* copies.cu -- short messages into and out of windows: blocks (x, copy), 64 bytes a thread and turn.
  *
  * The block that is last done with a copy writes its number, for all to see; nobody waits in a kernel. A copy engine
- * and a stream's write take two launches of 3 to 5 us each for what this does in one.
+ * and a stream's write take two launches for what this does in one.
  *
  * Floor: a launch, and the bytes at NVLink's rate; 1 MiB 2.6 us.
  */

@@ -4,9 +4,12 @@
  * written at 4.3 TB/s; about 6 us for two stream operations, a copy and an event on each side.
  *
  * Measured between two H200s, put, news, taken, joined: 28 to 57 us for 1 MiB (NCCL 19 to 59, on the same hosts), 77,
- * 239 and 866 us for 16, 64 and 256 MiB (NCCL 92, 259 and 907): 310 GB/s. A kernel of 16, 48 or 132 blocks that writes
- * in the copy engine's place: 1,032, 959 and 942 us for 256 MiB. A sum of 64 MiB, of which half travels, in one piece
- * 172 us, in two 219, in four 224 (NCCL's reduce-scatter 161); of 256 MiB in pieces of 16 MiB 595 (NCCL 559).
+ * 239 and 866 us for 16, 64 and 256 MiB (NCCL 92, 259 and 907): 310 GB/s; on a host with slower words in its memory
+ * 103, 329 and 1,149 (NCCL 93, 300 and 937), and 1 MiB as a short message 49 (NCCL 62). A kernel of 16, 48 or 132
+ * blocks that writes in the copy engine's place: 1,032, 959 and 942 us for 256 MiB. A sum of 64 MiB, of which half
+ * travels, written into the window and added there 172 us (NCCL's reduce-scatter 161), of 256 MiB 595 (559). Read from
+ * the other's memory, on the slower host: 178 to 199 (NCCL 178 to 182) and 534 to 581 (567 to 583), 280 GB/s while it
+ * reads; 32 blocks 223 and 721, 64 184 and 570, 264 184 and 534; a first piece as long as all others 200.
  */
 #include "window.h"
 
