@@ -36,7 +36,7 @@ def attention(q, k, v, plan, *, causal=True, scale=None):
 def _attention(q, k, v, plan, causal, scale):
     heads, dim = q.shape[1:]
     work = plan.attention(heads, k.shape[1], dim, q.dtype, causal=causal)
-    if not work.stays and not work.split:
+    if not work.stays and not work.split and work.halves.pays:
         return attention_ahead(q, k, v, work, causal, scale)
     if work.apart:
         sections = [(k, v)]

@@ -13,6 +13,8 @@ from automodel_c.ops.attention import _run, _run_backward, documents_beside
 from .exchange import begin, begin_back
 from .recompute import note, noted
 
+SHARE = 0.25  # of the mean cost; with less at home on some rank nothing hides what travels
+
 
 class Halves:
     """This rank's tasks of an `AttentionPlan`: those at home, whose rows and keys lie together in its shard, in two
@@ -20,6 +22,7 @@ class Halves:
 
     Attributes:
         cut: local row between the halves. home: (docs, docs_k) of each half, from its first row on.
+        pays: every rank has enough at home; the same on all ranks.
         keys, queries, outputs, output_gradients, query_gradients: the Routes of the other tasks' rows.
         away: (rows, docs, docs_k) of each round.
     """
@@ -27,6 +30,8 @@ class Halves:
     def __init__(self, work):
         self.work, plan = work, work.plan
         at_home, last = self._at_home(work.tasks)
+        of_home = np.bincount(work.tasks[at_home, 0], work.task_costs[at_home], minlength=plan.ranks)
+        self.pays = bool(of_home.min() >= SHARE * work.costs.mean())
         mine = at_home & (work.tasks[:, 0] == plan.rank)
         self._cut_home(work.tasks[mine], last[mine])
         away = np.flatnonzero(~at_home)

@@ -8,10 +8,11 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-import automodel_c as amc
 from automodel_c.ops.attention import attend
 from automodel_c.parallel import ContextParallel, wire
+from automodel_c.parallel.attention_ahead import attention_ahead
 from automodel_c.parallel.exchange import exchange
+from automodel_c.parallel.plan import ContextPlan, make_pack
 from automodel_c.parallel.recompute import checkpoint_context_fn
 
 PACKS = {
@@ -52,7 +53,7 @@ def both_ways(lengths, layout, causal, padding):
     local = [cp.shard(torch.randn(tokens, heads, 16, generator=generator), plan) for heads in (4, 2, 2, 4)]
 
     def ahead(*x):
-        return amc.parallel.attention(*x, plan, causal=causal)
+        return attention_ahead(*x, work, causal, None)
 
     def again(*x):
         return checkpoint(ahead, *x, use_reentrant=False, context_fn=checkpoint_context_fn)
@@ -79,3 +80,11 @@ def test_halves_are_the_whole(rank_pools, world, layout, causal, padding):
 def test_some_rank_has_both_halves_and_rows_of_others(rank_pools):
     found = rank_pools(2).run(both_ways, PACKS["heavy-tailed"], "contiguous", True, 0)
     assert any(away and min(home) for away, home in found)
+
+
+@pytest.mark.parametrize("name, pays", [("heavy-tailed", True), ("one", False), ("long last", False)])
+def test_halves_are_taken_where_every_rank_has_enough_at_home(name, pays):
+    pack, tokens = make_pack([0, *itertools.accumulate(PACKS[name])], None, None)
+    plans = [ContextPlan(pack, tokens, ranks=2, rank=rank, scheme="balanced") for rank in range(2)]
+    works = [plan.attention(4, 2, 16, torch.float32) for plan in plans]
+    assert [work.halves.pays for work in works] == [pays] * 2
