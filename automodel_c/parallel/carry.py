@@ -40,7 +40,7 @@ def _by_gloo(packed, arriving, send_bytes, receive_bytes, group, words):
     return functools.partial(alarms.wait, done, entered)
 
 
-def _by_nccl(packed, arriving, send_bytes, receive_bytes, group, words, at_once):
+def _by_nccl(packed, arriving, send_bytes, receive_bytes, group, words, at_once=False):
     entered = alarms.enter(group, words)
     alarms.meet(entered)
     channel = nccl.communicator(group) or _open(group, entered, packed.device)
