@@ -67,6 +67,7 @@ def comm_exchange(
     comm: int,
     send_bytes: Index,  # [ranks]
     receive_bytes: Index,
+    joined: bool = False,
 ) -> None: ...
 def comm_window(comm: int, *, chunk: int) -> str: ...
 def comm_attach(comm: int, *, handles: str) -> None: ...
@@ -222,6 +223,7 @@ def gated_delta_rule_forward(
     *,
     scale: float,
     l2norm: bool,
+    part: int = 0,  # 1: what comes early, 2: the rest
 ) -> None: ...
 def gated_delta_rule_backward(
     dq: Tensor,
@@ -245,6 +247,7 @@ def gated_delta_rule_backward(
     *,
     scale: float,
     l2norm: bool,
+    part: int = 0,  # 1: dinitial alone
 ) -> None: ...
 
 # loss

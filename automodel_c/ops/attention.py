@@ -122,8 +122,8 @@ def _one_document(q, k, docs_k):
     return made
 
 
-def _run(q, k, v, docs, docs_k, device_docs, scale, causal):
-    out = _alloc.empty(q.shape, q.dtype, q.device)
+def _run(q, k, v, docs, docs_k, device_docs, scale, causal, out=None):
+    out = _alloc.empty(q.shape, q.dtype, q.device) if out is None else out
     lse, lse_low = (_alloc.empty(q.shape[:2], torch.float32, q.device) for _ in range(2))
     nbytes = _amcore.attention_workspace(q, k, v, docs, docs_k, causal=causal, backward=False)
     scratch = _alloc.workspace(nbytes, q.device)
@@ -138,8 +138,8 @@ def _fake(q, k, v, docs, docs_k, device_docs, scale, causal):
     return q.new_empty(q.shape), lse, lse_low
 
 
-def _run_backward(dout, q, k, v, out, lse, lse_low, docs, docs_k, device_docs, scale, causal):
-    dq, dk, dv = (_alloc.empty(x.shape, x.dtype, x.device) for x in (q, k, v))
+def _run_backward(dout, q, k, v, out, lse, lse_low, docs, docs_k, device_docs, scale, causal, grads=None):
+    dq, dk, dv = grads or (_alloc.empty(x.shape, x.dtype, x.device) for x in (q, k, v))
     nbytes = _amcore.attention_workspace(q, k, v, docs, docs_k, causal=causal, backward=True)
     scratch = _alloc.workspace(nbytes, q.device)
     _amcore.attention_backward(

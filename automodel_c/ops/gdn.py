@@ -8,6 +8,7 @@ from automodel_c.ops._documents import ends_of, pack_of, plan_beside
 from automodel_c.ops._library import define, require_tensors
 
 _STEP = 1024  # tokens from one kept state to the next
+_WHOLE, _EARLY, _REST = 0, 1, 2  # parts of a pass, see gdn.h
 
 
 def gated_delta_rule(
@@ -80,30 +81,49 @@ def _shapes(q, v, docs, final, keep):
     return (docs.shape[0] // 2 if final else 0, *state), (q.shape[0] // _STEP if keep else 0, *state)
 
 
-def _run(q, k, v, g, beta, docs, plan, initial, scale, l2norm, final, keep):
-    o = _alloc.empty(v.shape, v.dtype, v.device)
-    final_state, states = (_alloc.empty(s, torch.float32, q.device) for s in _shapes(q, v, docs, final, keep))
+def prepare(q, k, v, g, beta, docs, plan, scale, l2norm):
+    """What a forward pass makes without the states before its documents, for `prepared` of the operator."""
     scratch = _alloc.workspace(_amcore.gated_delta_rule_workspace(q, v, docs, backward=False), q.device)
     _amcore.gated_delta_rule_forward(
+        _alloc.empty(v.shape, v.dtype, v.device), scratch, q, k, v, g, beta, docs, device_docs=plan, scale=scale,
+        l2norm=l2norm, part=_EARLY,
+    )  # fmt: skip
+    return scratch
+
+
+def _run(q, k, v, g, beta, docs, plan, initial, scale, l2norm, final, keep, prepared=None):
+    o = _alloc.empty(v.shape, v.dtype, v.device)
+    final_state, states = (_alloc.empty(s, torch.float32, q.device) for s in _shapes(q, v, docs, final, keep))
+    scratch = prepared
+    if scratch is None:
+        scratch = _alloc.workspace(_amcore.gated_delta_rule_workspace(q, v, docs, backward=False), q.device)
+    _amcore.gated_delta_rule_forward(
         o, scratch, q, k, v, g, beta, docs, initial, final_state if final else None, states if keep else None,
-        plan, scale=scale, l2norm=l2norm,
+        plan, scale=scale, l2norm=l2norm, part=_WHOLE if prepared is None else _REST,
     )  # fmt: skip
     return o, final_state, states
 
 
-def _fake(q, k, v, g, beta, docs, plan, initial, scale, l2norm, final, keep):
+def _fake(q, k, v, g, beta, docs, plan, initial, scale, l2norm, final, keep, prepared=None):
     made = (q.new_empty(shape, dtype=torch.float32) for shape in _shapes(q, v, docs, final, keep))
     return v.new_empty(v.shape), *made
 
 
-def _run_backward(dout, dfinal, q, k, v, g, beta, docs, plan, initial, states, scale, l2norm, dinitial):
+def initial_gradient(*arguments):
+    """The last result of `_backward` alone, of the same arguments: sooner, where a kernel can."""
+    return _run_backward(*arguments, True, part=_EARLY)[5]
+
+
+def _run_backward(
+    dout, dfinal, q, k, v, g, beta, docs, plan, initial, states, scale, l2norm, dinitial, part=_WHOLE
+):  # fmt: skip
     grads = [_alloc.empty(x.shape, x.dtype, x.device) for x in (q, k, v, g, beta)]
     shape = _shapes(q, v, docs, dinitial, False)[0]
     grad_initial = _alloc.empty(shape, torch.float32, q.device)
     scratch = _alloc.workspace(_amcore.gated_delta_rule_workspace(q, v, docs, backward=True), q.device)
     _amcore.gated_delta_rule_backward(
         *grads, scratch, dout, q, k, v, g, beta, docs, initial, states, dfinal, grad_initial if dinitial else None,
-        plan, scale=scale, l2norm=l2norm,
+        plan, scale=scale, l2norm=l2norm, part=part,
     )  # fmt: skip
     return *grads, grad_initial
 
@@ -114,7 +134,7 @@ def _fake_backward(dout, dfinal, q, k, v, g, beta, docs, plan, initial, states, 
 
 
 def _save(ctx, inputs, output):
-    *tensors, ctx.scale, ctx.l2norm, ctx.final, _ = inputs
+    tensors, (ctx.scale, ctx.l2norm, ctx.final), ctx.more = inputs[:8], inputs[8:11], len(inputs) - 8
     ctx.mark_non_differentiable(output[2])
     ctx.save_for_backward(*tensors, output[2])
 
@@ -126,12 +146,13 @@ def _differentiate(ctx, dout, dfinal, _):
     *grads, grad_initial = _backward(
         dout, dfinal if ctx.final else None, *tensors, states, ctx.scale, ctx.l2norm, dinitial
     )  # fmt: skip
-    return *grads, None, None, grad_initial if dinitial else None, None, None, None, None
+    return *grads, None, None, grad_initial if dinitial else None, *(None,) * ctx.more
 
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor docs, Tensor? plan, Tensor? initial"
 _forward = define(
-    f"gated_delta_rule_forward({_INPUTS}, float scale, bool l2norm, bool final, bool keep) -> (Tensor, Tensor, Tensor)",
+    f"gated_delta_rule_forward({_INPUTS}, float scale, bool l2norm, bool final, bool keep, Tensor? prepared=None) "
+    "-> (Tensor, Tensor, Tensor)",
     _run, _fake, setup=_save, backward=_differentiate,
 )  # fmt: skip
 _backward = define(

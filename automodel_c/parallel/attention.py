@@ -4,6 +4,7 @@ import torch
 
 from automodel_c.ops.attention import attend
 
+from .attention_ahead import attention_ahead
 from .exchange import exchange
 from .plan import in_use
 
@@ -35,6 +36,8 @@ def attention(q, k, v, plan, *, causal=True, scale=None):
 def _attention(q, k, v, plan, causal, scale):
     heads, dim = q.shape[1:]
     work = plan.attention(heads, k.shape[1], dim, q.dtype, causal=causal)
+    if not work.stays and not work.split and work.halves.pays:
+        return attention_ahead(q, k, v, work, causal, scale)
     if work.apart:
         sections = [(k, v)]
     else:

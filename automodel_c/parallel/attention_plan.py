@@ -10,6 +10,8 @@ import torch
 from automodel_c import _amcore
 from automodel_c.ops.attention import documents_beside
 
+from .attention_ahead import Halves
+
 
 class Part(NamedTuple):
     """Tasks of one call: ``rows`` of ``heads`` in the query buffer, their documents there and in a key section."""
@@ -46,6 +48,11 @@ class AttentionPlan:
         self.split = bool((self.tasks[:, 9] < heads).any())
         self.stays = not self.migrated and not self.tasks[:, 4].any()  # queries are read where they are
         self.apart = self.stays and not len(_away(self.key_moves))  # and so are keys
+
+    @functools.cached_property
+    def halves(self):
+        """This rank's `Halves`."""
+        return Halves(self)
 
     @functools.cached_property
     def mine(self):
@@ -140,13 +147,17 @@ class AttentionPlan:
         return self.plan.route(moves, rows_in, rows_out, f"{what} of attention ({of})")
 
     @functools.cached_property
-    def costs(self):
-        """float64 [ranks]: scores that each rank computes, of one head; of some heads their share."""
+    def task_costs(self):
+        """float64 [n]: scores of each task, of one head; of some heads their share."""
         start, stop = self.plan.docs[self.tasks[:, 1]].T.astype(np.float64)
         begin, end = self.tasks[:, 2].astype(np.float64), self.tasks[:, 3].astype(np.float64)
         scores = (end - begin) * ((begin + end + 1) / 2 - start if self.causal else stop - start)
-        scores *= self.tasks[:, 9] / self.shape[0]
-        return np.bincount(self.tasks[:, 0], scores, minlength=self.plan.ranks)
+        return scores * self.tasks[:, 9] / self.shape[0]
+
+    @functools.cached_property
+    def costs(self):
+        """float64 [ranks]: `task_costs` of each rank."""
+        return np.bincount(self.tasks[:, 0], self.task_costs, minlength=self.plan.ranks)
 
     def traffic(self):
         """{"sent", "received", "messages"}: int64 [ranks], bytes and messages of one forward pass, all exchanges."""

@@ -19,9 +19,9 @@ from automodel_c import _amcore
 from . import alarms, nccl
 
 
-def carry(packed, arriving, rows_to, rows_from, group_name, words):
+def carry(packed, arriving, rows_to, rows_from, group_name, words, at_once=False):
     """Begins to send `packed`, so many rows to each rank, and to receive `arriving`; a function that ends it, after
-    which they are there (for the current stream). words: what all ranks must agree on."""
+    which they are there (for the current stream). words: what all ranks must agree on. at_once: it is ended next."""
     group = _resolve_process_group(group_name)
     row = packed.dtype.itemsize * packed.shape[1:].numel()
     sizes = [[n * row for n in rows] for rows in (rows_to, rows_from)]
@@ -29,7 +29,7 @@ def carry(packed, arriving, rows_to, rows_from, group_name, words):
     if not packed.is_cuda:
         return _by_gloo(packed, arriving, *sizes, group, words)
     if has_nccl(group):
-        return _by_nccl(packed, arriving, *sizes, group, f"{words} on GPUs")
+        return _by_nccl(packed, arriving, *sizes, group, f"{words} on GPUs", at_once)
     return _through_host(packed, arriving, *sizes, group, f"{words} on GPUs, by way of the host")
 
 
@@ -40,12 +40,17 @@ def _by_gloo(packed, arriving, send_bytes, receive_bytes, group, words):
     return functools.partial(alarms.wait, done, entered)
 
 
-def _by_nccl(packed, arriving, send_bytes, receive_bytes, group, words):
+def _by_nccl(packed, arriving, send_bytes, receive_bytes, group, words, at_once=False):
     entered = alarms.enter(group, words)
     alarms.meet(entered)
     channel = nccl.communicator(group) or _open(group, entered, packed.device)
-    channel.exchange(_bytes(arriving), _bytes(packed), send_bytes, receive_bytes)
-    return functools.partial(channel.join, arriving)
+    joined = at_once and max(send_bytes) <= nccl.SHORT and max(receive_bytes) <= nccl.SHORT
+    channel.exchange(_bytes(arriving), _bytes(packed), send_bytes, receive_bytes, joined)
+    return _is_there if joined else functools.partial(channel.join, arriving)
+
+
+def _is_there():
+    pass
 
 
 def _through_host(packed, arriving, send_bytes, receive_bytes, group, words):

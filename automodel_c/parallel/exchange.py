@@ -119,14 +119,18 @@ def exchange(x, route, group):
     seconds. What one rank raises here, every rank raises.
     """
     with alarms.everywhere(group):
-        if x.device.type not in ("cpu", "cuda"):
-            raise NotImplementedError(f"exchange: x is on {x.device}; rows travel between CPUs and between GPUs")
-        if x.shape[0] != route.rows_in:
-            raise ValueError(f"exchange: x has {x.shape[0]} rows, the route takes {route.rows_in}")
+        _check(x, route)
         return _rows(
             _whole_rows(x), route.sends, route.receipts, route.own, route.send_rows, route.receive_rows,
             route.own_after, route.rows_out, route.used, route.runs, group.group_name, route.words,
         )  # fmt: skip
+
+
+def _check(x, route):
+    if x.device.type not in ("cpu", "cuda"):
+        raise NotImplementedError(f"exchange: x is on {x.device}; rows travel between CPUs and between GPUs")
+    if x.shape[0] != route.rows_in:
+        raise ValueError(f"exchange: x has {x.shape[0]} rows, the route takes {route.rows_in}")
 
 
 def exchange_now(x, route, group):
@@ -134,6 +138,24 @@ def exchange_now(x, route, group):
     return _rows_kernel(
         x, route.sends, route.receipts, route.own, route.send_rows, route.receive_rows, route.own_after,
         route.rows_out, route.used, route.runs, group.group_name, route.words,
+    )  # fmt: skip
+
+
+def begin(x, route, group, out=None):
+    """Begins what `exchange_now` does; a function that ends it and returns the rows: in ``out``, where that is given,
+    whose other rows are left alone."""
+    _check(x, route)
+    return _begin_rows(
+        x, route.sends, route.receipts, route.own, route.send_rows, route.receive_rows, route.own_after,
+        route.rows_out, route.used, route.runs, group.group_name, route.words, out=out,
+    )  # fmt: skip
+
+
+def begin_back(x, route, group):
+    """As `begin`, of `exchange_back`."""
+    return _begin_back(
+        x, route.sends, route.receipts, route.own, route.send_rows, route.receive_rows, route.own_after,
+        route.rows_in, route.used, route.runs, group.group_name, route.words,
     )  # fmt: skip
 
 
@@ -272,12 +294,12 @@ def place(route, device, there, back):
 class _Carried:
     """Rows on their way: those that `pack` puts into a buffer, ``rows_to`` each rank; ``rows_from`` each arrive."""
 
-    def __init__(self, pack, x, rows_to, rows_from, group_name, words):
+    def __init__(self, pack, x, rows_to, rows_from, group_name, words, at_once):
         self.packed = _alloc.empty((sum(rows_to), *x.shape[1:]), x.dtype, x.device)
         self.arriving = _alloc.empty((sum(rows_from), *x.shape[1:]), x.dtype, x.device)
         self.messages = sum(n > 0 for n in rows_to)
         pack(self.packed, x)
-        self.end = carry(self.packed, self.arriving, rows_to, rows_from, group_name, words)
+        self.end = carry(self.packed, self.arriving, rows_to, rows_from, group_name, words, at_once)
 
     def arrived(self):
         """The rows, by the rank that sent them."""
@@ -299,36 +321,62 @@ def _whole_rows(x):
     return x
 
 
-def _rows_kernel(x, sends, receipts, own, send_rows, receive_rows, own_after, rows_out, used, runs, group, words):
-    full = len(receipts) + len(own) and _count(receipts, runs) + _count(own, runs) == rows_out
-    out = _alloc.empty((rows_out, *x.shape[1:]), x.dtype, x.device)
-    if not full:
-        out.zero_()
+def _rows_kernel(*arguments):
+    return _begin_rows(*arguments, at_once=True)()
+
+
+def _begin_rows(
+    x, sends, receipts, own, send_rows, receive_rows, own_after, rows_out, used, runs, group, words, at_once=False,
+    out=None,
+):  # fmt: skip
+    given = out is not None
+    if not given:
+        full = len(receipts) + len(own) and _count(receipts, runs) + _count(own, runs) == rows_out
+        out = _alloc.empty((rows_out, *x.shape[1:]), x.dtype, x.device)
+        if not full:
+            out.zero_()
     mover = _mover(
         x, sends, receipts, own, own_after, runs, rows_in=x.shape[0], rows_out=rows_out, sent=sum(send_rows),
         received=sum(receive_rows),
     )  # fmt: skip
-    carried = _Carried(mover.pack, x, send_rows, receive_rows, group, words) if used else None
-    mover.keep(out, x)  # while the others travel
-    if carried:
-        mover.unpack(out, carried.arrived())
-    return out
+    carried = _Carried(mover.pack, x, send_rows, receive_rows, group, words, at_once) if used else None
+    if not given:
+        mover.keep(out, x)  # while the others travel
+
+    def end():
+        if given:
+            mover.keep(out, x)
+        if carried:
+            mover.unpack(out, carried.arrived())
+        return out
+
+    return end
 
 
 def _count(moves, runs):
     return int((moves[2::6] * moves[3::6] if runs else moves[2::3]).sum())
 
 
-def _backward_kernel(dout, sends, receipts, own, send_rows, receive_rows, own_after, rows_in, used, runs, group, words):
+def _backward_kernel(*arguments):
+    return _begin_back(*arguments, at_once=True)()
+
+
+def _begin_back(
+    dout, sends, receipts, own, send_rows, receive_rows, own_after, rows_in, used, runs, group, words, at_once=False
+):  # fmt: skip
     dx = _alloc.empty((rows_in, *dout.shape[1:]), dout.dtype, dout.device)
     mover = _mover(
         dout, sends, receipts, own, own_after, runs, rows_in=rows_in, rows_out=dout.shape[0],
         sent=sum(send_rows), received=sum(receive_rows),
     )  # fmt: skip
     words = f"gradients of {words}"
-    carried = _Carried(mover.pack_back, dout, receive_rows, send_rows, group, words) if used else None
-    mover.add(dx, carried.arrived() if carried else dout[:0], dout)
-    return dx
+    carried = _Carried(mover.pack_back, dout, receive_rows, send_rows, group, words, at_once) if used else None
+
+    def end():
+        mover.add(dx, carried.arrived() if carried else dout[:0], dout)
+        return dx
+
+    return end
 
 
 def _setup(ctx, inputs, output):

@@ -15,6 +15,7 @@ os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
 
 CHUNK, PLACES, ALL_PLACES = 16 << 20, 4, 256 << 20  # bytes of a place in a window, of all places for every peer at most
 MOST_RANKS = 16  # that share windows
+SHORT = 2 << 20  # bytes of a message that travels best on the stream that waits for it
 
 waiting = None  # since when the host has waited for its peers to come to an exchange
 _open = weakref.WeakKeyDictionary()  # process group -> its Communicator
@@ -38,11 +39,15 @@ class Communicator:
         """Whether it is open; RuntimeError when NCCL found something wrong."""
         return _amcore.comm_state(self.number)[0]
 
-    def exchange(self, arriving, sent, send_bytes, receive_bytes):
-        """Bytes to and from every rank, on a stream of its own behind the current one; the host goes on."""
-        self._hold(arriving, sent)
+    def exchange(self, arriving, sent, send_bytes, receive_bytes, joined=False):
+        """Bytes to and from every rank, on a stream of its own behind the current one; the host goes on. ``joined``:
+        and the current stream waits, so that `join` is not needed."""
+        if joined:
+            self.since = time.monotonic()
+        else:
+            self._hold(arriving, sent)
         _amcore.comm_exchange(
-            arriving, sent, comm=self.number, send_bytes=send_bytes, receive_bytes=receive_bytes
+            arriving, sent, comm=self.number, send_bytes=send_bytes, receive_bytes=receive_bytes, joined=joined
         )  # fmt: skip
 
     def window(self):

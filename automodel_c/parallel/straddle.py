@@ -75,6 +75,16 @@ class Straddles:
         return self.came & (self.crossing[:-1] == self.crossing[1:])
 
     @functools.cached_property
+    def edge_rows(self):
+        """int64 [S], [S]: the rows of each span whose document came in, and those whose document goes on."""
+        docs = self.plan.docs
+        if not len(docs):
+            return np.zeros((2, len(self.owner)), np.int64)
+        ends, starts = docs[self.crossing[:-1], 1], docs[self.crossing[1:], 0]
+        came = np.where(self.came, np.minimum(self.end, ends) - self.begin, 0)
+        return came, np.where(self.goes, self.end - np.maximum(self.begin, starts), 0)
+
+    @functools.cached_property
     def sources(self):
         """[S] ranges of spans: those that hold earlier rows of the document that came into each."""
         found = []

@@ -16,6 +16,15 @@ below what was predicted (250 and 293 GB/s); packing, unpacking and the copy of 
 MiB. ReduceParts by torch's all-to-all 106, 205 and 619 us for 16, 64 and 256 MiB, NCCL's own reduce-scatter 99, 172 and
 583. Since then rows go through windows (csrc/cuda/comm/window.h): 36, 108, 333 and 1,214 us, and 28, 77, 239 and 866
 without packing; ReduceParts 70, 172 and 595, NCCL's 56, 161 and 559. What else was tried is told in window.cu.
+
+Predicted for short messages on the caller's stream, by two kernels and one wait: 12 us of host time a call, of which 3
+are Python's; 1 MiB in 20 us, 27 with packing. For sums that read the other rank's memory: 64 MiB, of which half is read
+over NVLink at 370 GB/s after a copy of a first piece of 4 MiB, 91 us and 20 of hops and tails: 300 GB/s; 256 MiB 350.
+
+Found, on a host whose calls and words in its memory take 1.4 to 2.6 times as long (torch's call 101 us, a meeting 99):
+joined at once 21 us, later 47. 1 MiB 49 us beside torch's 62, and 73 beside 72 with packing; 64 MiB 329 beside 300, 428
+beside 445. Sums 118, 199 and 581 us, NCCL's 106, 182 and 583: other GPUs' memory is read at 280 GB/s, whatever the
+number of blocks from 64 on (results/h200x2/exchange_variants.json).
 """
 
 import numpy as np
@@ -69,8 +78,10 @@ def sizes():
         peer = [packed.numel() * (r != dist.get_rank()) for r in range(2)]
 
         def bare(channel=channel, packed=packed, arriving=arriving, peer=peer):
-            channel.exchange(arriving, packed, peer, peer)
-            channel.join(arriving)
+            joined = packed.numel() <= nccl.SHORT
+            channel.exchange(arriving, packed, peer, peer, joined)
+            if not joined:
+                channel.join(arriving)
 
         calls = {
             "ours": lambda x=x, route=route: exchange(x, route, group),
@@ -97,6 +108,9 @@ def host():
     found = host_seconds({
         "comm_exchange": lambda: _amcore.comm_exchange(
             arriving, sent, comm=channel.number, send_bytes=numbers, receive_bytes=numbers
+        ),
+        "joined": lambda: _amcore.comm_exchange(
+            arriving, sent, comm=channel.number, send_bytes=numbers, receive_bytes=numbers, joined=True
         ),
         "join": lambda: channel.join(arriving),
         "all_to_all_single": lambda: dist.all_to_all_single(arriving, sent, peer, peer),

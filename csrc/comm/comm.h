@@ -52,6 +52,7 @@ typedef struct am_comm_exchange_args {
     am_i64_array send_bytes;    /* [ranks], none to the rank itself; what the peer receives */
     am_i64_array receive_bytes; /* [ranks] */
     int64_t comm;
+    bool joined; /* the caller's stream waits at once, as after comm_join */
 } am_comm_exchange_args;
 
 typedef struct am_comm_window_args {

@@ -25,7 +25,7 @@ AM_PY_OP_RESULT(comm_open, am_comm_open, am_comm_open_args, open_result, {"id", 
 AM_PY_OP_RESULT(comm_state, am_comm_state, am_comm_state_args, state_result, {"comm", AM_PY_I64, &a.comm})
 AM_PY_OP(comm_exchange, am_comm_exchange, am_comm_exchange_args, {"arriving", AM_PY_OUT, &a.arriving},
          {"sent", AM_PY_IN, &a.sent}, {"$comm", AM_PY_I64, &a.comm}, {"send_bytes", AM_PY_INDEX, &a.send_bytes},
-         {"receive_bytes", AM_PY_INDEX, &a.receive_bytes})
+         {"receive_bytes", AM_PY_INDEX, &a.receive_bytes}, {"|joined", AM_PY_BOOL, &a.joined})
 AM_PY_OP_RESULT(comm_window, am_comm_window, am_comm_window_args, window_result, {"comm", AM_PY_I64, &a.comm},
                 {"$chunk", AM_PY_I64, &a.chunk})
 AM_PY_OP(comm_attach, am_comm_attach, am_comm_attach_args, {"comm", AM_PY_I64, &a.comm},
@@ -45,9 +45,11 @@ PyMethodDef am_comm_methods[] = {
                             "rank's GPU, and returns its number; comm_state tells when it is open."),
     AM_PY_METHOD(comm_state, "comm_state(comm)\n--\n\n(whether it is open, whether what comm_exchange began is under "
                              "way still); RuntimeError: what NCCL says is wrong with it."),
-    AM_PY_METHOD(comm_exchange,
-                 "comm_exchange(arriving, sent, *, comm, send_bytes, receive_bytes)\n--\n\nSends so many bytes to each "
-                 "rank and receives so many from each, on a stream of its own behind the current one; does not wait."),
+    AM_PY_METHOD(
+        comm_exchange,
+        "comm_exchange(arriving, sent, *, comm, send_bytes, receive_bytes, joined=False)\n--\n\nSends so many "
+        "bytes to each rank and receives so many from each, on a stream of its own behind the current one; does "
+        "not wait. joined: the current stream waits at once, and carries short messages itself."),
     AM_PY_METHOD(comm_window,
                  "comm_window(comm, *, chunk)\n--\n\nMakes memory of this rank's GPU that the others of one machine "
                  "write into, in places of so many bytes, and returns its handle, 192 letters."),

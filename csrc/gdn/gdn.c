@@ -82,6 +82,8 @@ static am_status check_forward(const am_gdn_args *a)
     AM_TRY(check_states(a, &a->initial, "initial_state"));
     AM_TRY(check_states(a, &a->final, "final_state"));
     AM_CHECK(isfinite(a->scale), AM_ERR_ARG, "gated_delta_rule: scale is %g, it must be finite", a->scale);
+    AM_CHECK(a->part >= AM_GDN_WHOLE && a->part <= AM_GDN_REST, AM_ERR_ARG, "gated_delta_rule: part is %lld of 0, 1, 2",
+             (long long)a->part);
     if (a->states.dtype != AM_NONE) {
         AM_CHECK(a->states.dtype == AM_F32, AM_ERR_DTYPE, "gated_delta_rule: states is %s, float32 is needed",
                  am_dtype_name(a->states.dtype));
@@ -98,6 +100,7 @@ static am_status check_backward(const am_gdn_args *a)
     const am_tensor *const q = &a->q;
     const am_tensor *const v = &a->v;
     AM_TRY(check_forward(a));
+    AM_CHECK(a->part != AM_GDN_REST, AM_ERR_ARG, "gated_delta_rule: part is 2, backward has 0 and 1");
     AM_CHECK(a->states.dtype != AM_NONE || q->shape[0] < AM_GDN_STEP, AM_ERR_ARG,
              "gated_delta_rule: %lld tokens need the states that forward kept", (long long)q->shape[0]);
     AM_TRY(check_rows(&a->dout, "dout", q->dtype, q->shape[0], v->shape[1], v->shape[2]));
@@ -205,6 +208,8 @@ am_status am_gdn_forward(const am_gdn_args *a, const am_exec *ex)
     }
     AM_TRY(gdn_plan(a, pick_row(), false, &job, &bytes));
     AM_TRY(gdn_layout(&job, &a->workspace));
+    if (a->part == AM_GDN_EARLY)
+        return AM_OK;
     clear_gaps(&a->o, &a->docs);
     gdn_run(&job);
     return AM_OK;

@@ -22,6 +22,10 @@
 
 #include "am_exec.h"
 
+/* What of a pass is made. Early, forward: what needs no state, left in the workspace; nothing else is written. Rest: o
+ * and states, from that. Early, backward: dinitial; the other gradients hold anything. */
+typedef enum am_gdn_part { AM_GDN_WHOLE, AM_GDN_EARLY, AM_GDN_REST } am_gdn_part;
+
 enum { AM_GDN_STEP = 1024 }; /* a document's state is kept for the backward pass once in so many tokens */
 
 typedef struct am_gdn_args {
@@ -49,6 +53,7 @@ typedef struct am_gdn_args {
                               ignored */
     double scale;
     bool l2norm;
+    int64_t part;            /* an am_gdn_part; backward has no rest */
     bool backward;           /* workspace, row: of which pass */
     int64_t workspace_bytes; /* workspace: out */
     const char *row;         /* row: out, static text */

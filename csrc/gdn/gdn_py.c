@@ -19,7 +19,7 @@ AM_PY_OP(gated_delta_rule_forward, am_gdn_forward, am_gdn_args, {"o", AM_PY_OUT,
          {"g", AM_PY_IN, &a.g}, {"beta", AM_PY_IN, &a.beta}, {"docs", AM_PY_INDEX, &a.docs},
          {"|initial", AM_PY_IN, &a.initial}, {"|final", AM_PY_OUT, &a.final}, {"|states", AM_PY_OUT, &a.states},
          {"|device_docs", AM_PY_IN, &a.device_docs}, {"$scale", AM_PY_F64, &a.scale},
-         {"$l2norm", AM_PY_BOOL, &a.l2norm})
+         {"$l2norm", AM_PY_BOOL, &a.l2norm}, {"|part", AM_PY_I64, &a.part})
 
 AM_PY_OP(gated_delta_rule_backward, am_gdn_backward, am_gdn_args, {"dq", AM_PY_OUT, &a.dq}, {"dk", AM_PY_OUT, &a.dk},
          {"dv", AM_PY_OUT, &a.dv}, {"dg", AM_PY_OUT, &a.dg}, {"dbeta", AM_PY_OUT, &a.dbeta},
@@ -28,7 +28,7 @@ AM_PY_OP(gated_delta_rule_backward, am_gdn_backward, am_gdn_args, {"dq", AM_PY_O
          {"docs", AM_PY_INDEX, &a.docs}, {"|initial", AM_PY_IN, &a.initial}, {"|states", AM_PY_IN, &a.states},
          {"|dfinal", AM_PY_IN, &a.dfinal}, {"|dinitial", AM_PY_OUT, &a.dinitial},
          {"|device_docs", AM_PY_IN, &a.device_docs}, {"$scale", AM_PY_F64, &a.scale},
-         {"$l2norm", AM_PY_BOOL, &a.l2norm})
+         {"$l2norm", AM_PY_BOOL, &a.l2norm}, {"|part", AM_PY_I64, &a.part})
 
 PyMethodDef am_gdn_methods[] = {
     AM_PY_METHOD(gated_delta_rule_workspace,
@@ -40,14 +40,17 @@ PyMethodDef am_gdn_methods[] = {
     AM_PY_METHOD(
         gated_delta_rule_forward,
         "gated_delta_rule_forward(o, workspace, q, k, v, g, beta, docs, initial=None, final=None, "
-        "states=None, device_docs=None, *, scale, l2norm)\n--\n\n"
+        "states=None, device_docs=None, *, scale, l2norm, part=0)\n--\n\n"
         "o [T, Hv, Dv] of q and k [T, Hk, Dk], v [T, Hv, Dv], f32 or bf16, g [T, Hv] f32 and beta [T, Hv]; docs "
         "[2 N] are starts and ends of the documents, initial and final [N, Hv, Dk, Dv] f32 their states. "
         "states [T // 1024, Hv, Dk, Dv] f32 takes what the backward pass starts from. On CUDA device_docs is needed: int64 "
-        "[3 N] of docs and the order of work, beside q."),
-    AM_PY_METHOD(gated_delta_rule_backward,
-                 "gated_delta_rule_backward(dq, dk, dv, dg, dbeta, workspace, dout, q, k, v, g, beta, docs, "
-                 "initial=None, states=None, dfinal=None, dinitial=None, device_docs=None, *, scale, l2norm)\n--\n\n"
-                 "Gradients of gated_delta_rule_forward for dout and dfinal; always the same bits."),
+        "[3 N] of docs and the order of work, beside q. part 1: only what needs no state, into the workspace; 2: the rest, "
+        "from it."),
+    AM_PY_METHOD(
+        gated_delta_rule_backward,
+        "gated_delta_rule_backward(dq, dk, dv, dg, dbeta, workspace, dout, q, k, v, g, beta, docs, "
+        "initial=None, states=None, dfinal=None, dinitial=None, device_docs=None, *, scale, l2norm, part=0)\n--\n\n"
+        "Gradients of gated_delta_rule_forward for dout and dfinal; always the same bits. part 1: dinitial alone, "
+        "the others hold anything."),
     {NULL, NULL, 0, NULL},
 };

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from automodel_c import Pack, _amcore, docs_from_ids
-from automodel_c.ops import _alloc
+from automodel_c.ops import _alloc, gdn
 from automodel_c.ops.gdn import gated_delta_rule
 from automodel_c.reference.gdn import closed_form
 from automodel_c.reference.gdn import gated_delta_rule as reference
@@ -551,3 +551,28 @@ def test_only_what_is_asked_for_is_kept(seed):
         for flags in ((False, False), (True, True))
     ]
     assert [[len(x) for x in pair] for pair in sizes] == [[0, 0], [1, 1]]
+
+
+def test_what_comes_early_and_the_rest_are_the_whole(seed):
+    *tensors, initial, _, _ = draw(1500, state=True)
+    arguments = *tensors, torch.tensor([0, 1500]), None
+    whole = gdn._forward(*arguments, initial, 0.25, True, True, True)
+    rest = gdn._forward(*arguments, initial, 0.25, True, True, True, gdn.prepare(*arguments, 0.25, True))
+    assert all(same_bits([a], [b]) for a, b in zip(whole, rest, strict=True))
+    o, final, states = whole
+    back = torch.randn_like(o), torch.randn_like(final), *arguments, initial, states, 0.25, True
+    assert same_bits([gdn.initial_gradient(*back)], [gdn._backward(*back, True)[5]])
+
+
+def test_parts_of_a_pass_that_there_are_none_of(seed):
+    q, k, v, g, beta = draw(6)[:5]
+    scratch = _alloc.workspace(1 << 22, "cpu")
+    with pytest.raises(ValueError, match="part is 3 of 0, 1, 2"):
+        _amcore.gated_delta_rule_forward(
+            torch.empty_like(v), scratch, q, k, v, g, beta, [0, 6], scale=1.0, l2norm=True, part=3
+        )
+    grads = [torch.empty_like(x) for x in (q, k, v, g, beta)]
+    with pytest.raises(ValueError, match="part is 2, backward has 0 and 1"):
+        _amcore.gated_delta_rule_backward(
+            *grads, scratch, torch.empty_like(v), q, k, v, g, beta, [0, 6], scale=1.0, l2norm=True, part=2
+        )

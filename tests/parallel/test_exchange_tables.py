@@ -27,9 +27,11 @@ class Channel:
     def __init__(self, group):
         self.group, self.works = group, []
 
-    def exchange(self, arriving, sent, send_bytes, receive_bytes):
+    def exchange(self, arriving, sent, send_bytes, receive_bytes, joined=False):
         incoming, outgoing = arriving.split(receive_bytes), sent.split(send_bytes)
         self.works = carry._post(self.group, incoming, outgoing, 7)
+        if joined:
+            self.join(arriving)
 
     def join(self, arriving):
         for work in self.works:
@@ -40,13 +42,13 @@ def by_tables(x, sends, receipts, own, own_after, runs, **sizes):
     return exchange._Tables(sends, receipts, own, own_after, runs, device=x.device, **sizes)
 
 
-def over_a_channel(packed, arriving, rows_to, rows_from, group_name, words):
+def over_a_channel(packed, arriving, rows_to, rows_from, group_name, words, at_once=False):
     group = carry._resolve_process_group(group_name)
     row = packed.dtype.itemsize * packed.shape[1:].numel()
     sizes = [[n * row for n in rows] for rows in (rows_to, rows_from)]
     with mock.patch.object(carry.nccl, "communicator", Channel):
         words = f"{words}, rows {list(packed.shape[1:])} of {packed.dtype}"
-        return carry._by_nccl(packed, arriving, *sizes, group, words)
+        return carry._by_nccl(packed, arriving, *sizes, group, words, at_once)
 
 
 @contextlib.contextmanager
@@ -307,7 +309,7 @@ class Extension:
     def comm_close(self, comm, *, abort):
         self.closed.append((comm, abort))
 
-    def comm_exchange(self, arriving, sent, *, comm, send_bytes, receive_bytes):
+    def comm_exchange(self, arriving, sent, *, comm, send_bytes, receive_bytes, joined):
         pass
 
     def comm_join(self, arriving, *, comm):

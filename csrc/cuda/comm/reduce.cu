@@ -17,6 +17,12 @@ namespace
 constexpr int kThreads = 256;
 constexpr int64_t kBlocks = 1 << 24;
 
+/* Parts on other GPUs: 2 MiB of loads under way, and room left on every multiprocessor. */
+template <typename Parts> constexpr int kDeepOf = 1;
+template <> constexpr int kDeepOf<Listed> = 4;
+template <typename Parts> constexpr int64_t kMostOf = kBlocks;
+template <> constexpr int64_t kMostOf<Listed> = 128;
+
 struct Reduce {
     void *out;
     int64_t n, ranks;
@@ -55,24 +61,35 @@ __device__ void narrow(uint16_t *to, float x)
     *to = static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? quiet : rounded);
 }
 
-template <typename In, typename Out, int N, typename Parts>
+/* kDeep: words of a thread that are under way at once. */
+template <typename In, typename Out, int N, int kDeep, typename Parts>
 __global__ void __launch_bounds__(kThreads) comm_reduce_kernel(const Reduce r, const __grid_constant__ Parts parts)
 {
     const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads * N;
-    for (int64_t at = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * N; at < r.n; at += step) {
-        float sum[N] = {};
+    for (int64_t at = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * N; at < r.n; at += kDeep * step) {
+        float sum[kDeep][N] = {};
         for (int64_t rank = 0; rank < r.ranks; rank++) {
             const In *const part = static_cast<const In *>(part_of(parts, rank));
-            const Word<In, N> in = *reinterpret_cast<const Word<In, N> *>(part + at);
+            Word<In, N> in[kDeep];
+#pragma unroll
+            for (int d = 0; d < kDeep; d++)
+                if (at + d * step < r.n)
+                    in[d] = *reinterpret_cast<const Word<In, N> *>(part + at + d * step);
+#pragma unroll
+            for (int d = 0; d < kDeep; d++)
+#pragma unroll
+                for (int i = 0; i < N; i++)
+                    sum[d][i] = rank ? __fadd_rn(sum[d][i], wide(in[d].at[i])) : wide(in[d].at[i]);
+        }
+#pragma unroll
+        for (int d = 0; d < kDeep; d++) {
+            Word<Out, N> made;
 #pragma unroll
             for (int i = 0; i < N; i++)
-                sum[i] = rank ? __fadd_rn(sum[i], wide(in.at[i])) : wide(in.at[i]);
+                narrow(&made.at[i], __fmul_rn(sum[d][i], r.scale));
+            if (at + d * step < r.n)
+                *reinterpret_cast<Word<Out, N> *>(static_cast<Out *>(r.out) + at + d * step) = made;
         }
-        Word<Out, N> made;
-#pragma unroll
-        for (int i = 0; i < N; i++)
-            narrow(&made.at[i], __fmul_rn(sum[i], r.scale));
-        *reinterpret_cast<Word<Out, N> *>(static_cast<Out *>(r.out) + at) = made;
     }
 }
 
@@ -82,11 +99,12 @@ am_status run(const Reduce &r, const Parts &parts, cudaStream_t stream)
     constexpr int kPer = 16 / static_cast<int>(sizeof(In)), kOut = kPer * static_cast<int>(sizeof(Out));
     const bool fits = is_aligned(parts, r.ranks) && reinterpret_cast<uintptr_t>(r.out) % kOut == 0 && r.n % kPer == 0;
     const int64_t each = static_cast<int64_t>(kThreads) * (fits ? kPer : 1), blocks = (r.n + each - 1) / each;
-    const unsigned grid = static_cast<unsigned>(blocks < kBlocks ? blocks : kBlocks);
+    constexpr int64_t most = kMostOf<Parts>;
+    const unsigned grid = static_cast<unsigned>(blocks < most ? blocks : most);
     if (fits)
-        comm_reduce_kernel<In, Out, kPer><<<grid, kThreads, 0, stream>>>(r, parts);
+        comm_reduce_kernel<In, Out, kPer, kDeepOf<Parts>><<<grid, kThreads, 0, stream>>>(r, parts);
     else
-        comm_reduce_kernel<In, Out, 1><<<grid, kThreads, 0, stream>>>(r, parts);
+        comm_reduce_kernel<In, Out, 1, kDeepOf<Parts>><<<grid, kThreads, 0, stream>>>(r, parts);
     AM_CUDA_LAUNCHED();
     return AM_OK;
 }

@@ -4,12 +4,16 @@
  * written at 4.3 TB/s; about 6 us for two stream operations, a copy and an event on each side.
  *
  * Measured between two H200s, put, news, taken, joined: 28 to 57 us for 1 MiB (NCCL 19 to 59, on the same hosts), 77,
- * 239 and 866 us for 16, 64 and 256 MiB (NCCL 92, 259 and 907): 310 GB/s. A kernel of 16, 48 or 132 blocks that writes
- * in the copy engine's place: 1,032, 959 and 942 us for 256 MiB. A sum of 64 MiB, of which half travels, in one piece
- * 172 us, in two 219, in four 224 (NCCL's reduce-scatter 161); of 256 MiB in pieces of 16 MiB 595 (NCCL 559).
+ * 239 and 866 us for 16, 64 and 256 MiB (NCCL 92, 259 and 907): 310 GB/s; on a host with slower words in its memory
+ * 103, 329 and 1,149 (NCCL 93, 300 and 937), and 1 MiB as a short message 49 (NCCL 62). A kernel of 16, 48 or 132
+ * blocks that writes in the copy engine's place: 1,032, 959 and 942 us for 256 MiB. A sum of 64 MiB, of which half
+ * travels, written into the window and added there 172 us (NCCL's reduce-scatter 161), of 256 MiB 595 (559). Read from
+ * the other's memory, on the slower host: 178 to 199 (NCCL 178 to 182) and 534 to 581 (567 to 583), 280 GB/s while it
+ * reads; 32 blocks 223 and 721, 64 184 and 570, 264 184 and 534; a first piece as long as all others 200.
  */
 #include "window.h"
 
+#include "copies.h"
 #include "reduce.h"
 
 #include <errno.h>
@@ -33,6 +37,8 @@ namespace
 constexpr size_t kLine = 16;          /* numbers of a cache line */
 constexpr uint32_t kEnd = 0x3fffffff; /* beyond all that is ever waited for */
 constexpr size_t kPage = 4096;
+constexpr int64_t kShort = 2 << 20; /* bytes of a message that a kernel copies */
+constexpr int64_t kFirst = 4; /* the first piece of a sum is so much shorter, for the next to be copied under it */
 
 /* What others tell a rank: messages that have arrived from each, its own that each has taken. */
 struct Numbers {
@@ -104,14 +110,22 @@ void unmap_numbers(Numbers *numbers)
     (void)munmap(numbers, kPage);
 }
 
+/* Of the places that others write into; as many follow that others read from, and the words of `copy_and_tell`. */
 int64_t bytes_of(const Window *w) { return w->chunk * kSlots * (w->ranks - 1); }
 
-/* The place of message n of a sender in a receiver's window. */
-char *place(const Window *w, int receiver, int sender, uint32_t n)
+/* The place of message n to or from another rank in the first half of an owner's window. */
+char *place(const Window *w, int owner, int other, uint32_t n)
 {
-    const int64_t index = sender - (sender > receiver), slot = index * kSlots + n % kSlots;
-    return w->peers[receiver].memory + slot * w->chunk;
+    const int64_t index = other - (other > owner), slot = index * kSlots + n % kSlots;
+    return w->peers[owner].memory + slot * w->chunk;
 }
+
+char *lent_place(const Window *w, int owner, int reader, uint32_t n)
+{
+    return place(w, owner, reader, n) + bytes_of(w);
+}
+
+unsigned *words_of(const Window *w) { return reinterpret_cast<unsigned *>(w->peers[w->rank].memory + 2 * bytes_of(w)); }
 
 am_status driver(CUresult wrong, const char *what)
 {
@@ -137,8 +151,9 @@ am_status fill(Window *w, char *handle)
     AM_TRY(find("cuStreamWaitValue32", reinterpret_cast<void **>(&w->stream.wait)));
     AM_TRY(find("cuStreamWriteValue32", reinterpret_cast<void **>(&w->stream.write)));
     void *at = nullptr;
-    AM_CUDA(cudaMalloc(&at, static_cast<size_t>(bytes_of(w))));
+    AM_CUDA(cudaMalloc(&at, 2 * static_cast<size_t>(bytes_of(w)) + kPage));
     w->peers[w->rank].memory = static_cast<char *>(at);
+    AM_CUDA(cudaMemset(words_of(w), 0, kPage));
     AM_CUDA(cudaIpcGetMemHandle(&memory, at));
     AM_TRY(make_numbers(w));
     char name[kName + 1];
@@ -170,24 +185,34 @@ am_status map_peer(Window *w, int peer, const char *handle)
     return st;
 }
 
-/* Sends a piece to a rank: the copy, and the news of it. */
-am_status put(Window *w, int to, const void *from, int64_t bytes, cudaStream_t stream)
+/* The number of the next message to a rank, once the stream has waited for its place. */
+am_status next_number(Window *w, int to, uint32_t *n, cudaStream_t stream)
 {
-    Peer *const peer = &w->peers[to];
-    const uint32_t n = peer->put++;
-    if (n >= kSlots)
-        AM_TRY(wait_for(w, &w->peers[w->rank].numbers->taken[to * kLine], n - kSlots + 1, stream));
-    AM_CUDA(
-        cudaMemcpyAsync(place(w, to, w->rank, n), from, static_cast<size_t>(bytes), cudaMemcpyDeviceToDevice, stream));
-    return tell(w, &peer->numbers->arrived[w->rank * kLine], n + 1, stream);
+    const uint32_t *const taken = &w->peers[w->rank].numbers->taken[to * kLine];
+    *n = w->peers[to].put++;
+    if (*n < kSlots || __atomic_load_n(taken, __ATOMIC_ACQUIRE) >= *n - kSlots + 1)
+        return AM_OK;
+    return wait_for(w, taken, *n - kSlots + 1, stream);
+}
+
+uint32_t *arrived_at(const Window *w, int to) { return &w->peers[to].numbers->arrived[w->rank * kLine]; }
+
+/* Sends a piece to a rank, or lends it to be read: the copy, and the news of it. */
+am_status put(Window *w, int to, const void *from, int64_t bytes, bool lent, cudaStream_t stream)
+{
+    uint32_t n = 0;
+    AM_TRY(next_number(w, to, &n, stream));
+    char *const at = lent ? lent_place(w, w->rank, to, n) : place(w, to, w->rank, n);
+    AM_CUDA(cudaMemcpyAsync(at, from, static_cast<size_t>(bytes), cudaMemcpyDeviceToDevice, stream));
+    return tell(w, arrived_at(w, to), n + 1, stream);
 }
 
 /* Has the stream wait for the next piece of a rank, and tells where it lies. */
-am_status arrived(Window *w, int from, const void **at, cudaStream_t stream)
+am_status arrived(Window *w, int from, bool lent, const void **at, cudaStream_t stream)
 {
     Peer *const peer = &w->peers[from];
     const uint32_t n = peer->taken;
-    *at = place(w, w->rank, from, n);
+    *at = lent ? lent_place(w, from, w->rank, n) : place(w, w->rank, from, n);
     return wait_for(w, &w->peers[w->rank].numbers->arrived[from * kLine], n + 1, stream);
 }
 
@@ -224,7 +249,7 @@ int64_t piece(int64_t bytes, int64_t begin, int64_t size)
 am_status copy_out(Window *w, int from, char *to, int64_t bytes, cudaStream_t stream)
 {
     const void *at = nullptr;
-    AM_TRY(arrived(w, from, &at, stream));
+    AM_TRY(arrived(w, from, false, &at, stream));
     AM_CUDA(cudaMemcpyAsync(to, at, static_cast<size_t>(bytes), cudaMemcpyDeviceToDevice, stream));
     return took(w, from, stream);
 }
@@ -237,7 +262,7 @@ am_status add(Window *w, const am_comm_sum_args *a, int64_t begin, int64_t n, cu
     for (int rank = 0; rank < w->ranks; rank++) {
         parts.at[rank] = own;
         if (rank != w->rank)
-            AM_TRY(arrived(w, rank, &parts.at[rank], stream));
+            AM_TRY(arrived(w, rank, true, &parts.at[rank], stream));
     }
     char *const out = static_cast<char *>(a->out.data) + begin * static_cast<int64_t>(am_dtype_size(a->out.dtype));
     AM_TRY(reduce_listed(out, a->out.dtype, parts, a->sent.dtype, n, w->ranks, static_cast<float>(a->scale), stream));
@@ -295,7 +320,7 @@ am_status exchange(Window *w, const am_comm_exchange_args *a, const Streams &str
             const int to = (w->rank + n) % w->ranks;
             const char *const from = static_cast<const char *>(a->sent.data) + sum_before(sends, to) + begin;
             if (const int64_t bytes = piece(sends[to], begin, w->chunk))
-                AM_TRY(put(w, to, from, bytes, streams.put));
+                AM_TRY(put(w, to, from, bytes, false, streams.put));
         }
         for (int n = 1; n < w->ranks; n++) {
             const int from = (w->rank - n + w->ranks) % w->ranks;
@@ -307,16 +332,53 @@ am_status exchange(Window *w, const am_comm_exchange_args *a, const Streams &str
     return AM_OK;
 }
 
+bool is_short(const Window *w, const am_comm_exchange_args *a)
+{
+    const int64_t to = most(&a->send_bytes), from = most(&a->receive_bytes), all = to > from ? to : from;
+    return all <= w->chunk && all <= kShort;
+}
+
+am_status exchange_short(Window *w, const am_comm_exchange_args *a, cudaStream_t stream)
+{
+    Copies puts = {}, takes = {};
+    puts.done = words_of(w);
+    takes.done = puts.done + kMaxRanks;
+    for (int n = 1; n < w->ranks; n++) {
+        const int to = (w->rank + n) % w->ranks;
+        const int64_t bytes = a->send_bytes.data[to];
+        uint32_t number = 0;
+        if (bytes == 0)
+            continue;
+        AM_TRY(next_number(w, to, &number, stream));
+        const char *const from = static_cast<const char *>(a->sent.data) + sum_before(a->send_bytes.data, to);
+        puts.at[puts.n++] = {place(w, to, w->rank, number), from, bytes, arrived_at(w, to), number + 1};
+    }
+    AM_TRY(copy_and_tell(puts, stream));
+    for (int n = 1; n < w->ranks; n++) {
+        const int from = (w->rank - n + w->ranks) % w->ranks;
+        const int64_t bytes = a->receive_bytes.data[from];
+        const void *at = nullptr;
+        if (bytes == 0)
+            continue;
+        AM_TRY(arrived(w, from, false, &at, stream));
+        Peer *const peer = &w->peers[from];
+        char *const to = static_cast<char *>(a->arriving.data) + sum_before(a->receive_bytes.data, from);
+        takes.at[takes.n++] = {to, at, bytes, &peer->numbers->taken[w->rank * kLine], ++peer->taken};
+    }
+    return copy_and_tell(takes, stream);
+}
+
 am_status sum(Window *w, const am_comm_sum_args *a, const Streams &streams)
 {
     const int64_t size = static_cast<int64_t>(am_dtype_size(a->sent.dtype)), all = a->out.shape[0];
-    const int64_t each = w->chunk / size, part = a->sent.stride[0] * size;
-    for (int64_t begin = 0; begin < all; begin += each) {
-        const int64_t n = piece(all, begin, each);
+    const int64_t part = a->sent.stride[0] * size;
+    int64_t n = 0;
+    for (int64_t begin = 0; begin < all; begin += n) {
+        n = piece(all, begin, w->chunk / size / (begin == 0 ? kFirst : 1));
         for (int step = 1; step < w->ranks; step++) {
             const int to = (w->rank + step) % w->ranks;
             const char *const from = static_cast<const char *>(a->sent.data) + to * part + begin * size;
-            AM_TRY(put(w, to, from, n * size, streams.put));
+            AM_TRY(put(w, to, from, n * size, true, streams.put));
         }
         AM_TRY(add(w, a, begin, n, streams.take));
     }

@@ -3,8 +3,9 @@
  * A rank's window has kSlots places for messages from each of the others. Into the next of them a rank puts its message
  * with a copy over NVLink, then raises the number of messages that have arrived there; the receiver's stream waits for
  * that number, takes the message out and raises the number taken, which the sender waits for before the place is used
- * again. The numbers lie in host memory that all ranks of the machine map, so that the host can end any wait. The
- * waiting is the stream's own (cuStreamWaitValue32): no kernel spins and no multiprocessor is held.
+ * again. A sum's pieces stay on the rank that has them, in as many places beside, and the receiver reads them there
+ * with the same numbers. The numbers lie in host memory that all ranks of the machine map, so that the host can end any
+ * wait. The waiting is the stream's own (cuStreamWaitValue32): no kernel spins and no multiprocessor is held.
  *
  * Puts are on one stream, takes on another, and are begun in turn: where both streams share a queue of the device, no
  * put stands before the take that its peer's next put waits for.
@@ -52,7 +53,12 @@ bool is_attached(const Window *w);
 /* comm_exchange: messages to and from every rank, in pieces of a place; what arrives is copied out. */
 am_status exchange(Window *w, const am_comm_exchange_args *a, const Streams &streams);
 
-/* comm_sum: each rank's part of the sum travels in pieces and is added where it has arrived, in the order of ranks. */
+/* Whether every message is short, and the same for those: one stream, two kernels, no copy engine. */
+bool is_short(const Window *w, const am_comm_exchange_args *a);
+am_status exchange_short(Window *w, const am_comm_exchange_args *a, cudaStream_t stream);
+
+/* comm_sum: each rank's part of the sum is lent in pieces; the rank that adds reads the others' over NVLink, in the
+ * order of ranks. */
 am_status sum(Window *w, const am_comm_sum_args *a, const Streams &streams);
 
 /* Ends every wait of this rank, now and from now on; what is read then is anybody's guess. From any thread. */

@@ -219,6 +219,8 @@ template <typename T> am_status launch_repeat(const Call &p, cudaStream_t stream
 am_status gdn_forward_simple(const am_gdn_args *a, cudaStream_t stream)
 {
     const Call p = gdn_call(a);
+    if (a->part == AM_GDN_EARLY)
+        return AM_OK;
     AM_TRY(gdn_fill_gaps(a, false, stream));
     return p.q.bf16 ? launch<__nv_bfloat16>(p, stream) : launch<float>(p, stream);
 }

@@ -201,10 +201,14 @@ am_status gdn_forward_sm90(const am_gdn_args *a, cudaStream_t stream)
     args.call.high = INT64_MAX;
     args.numbers = made.numbers;
     args.stride = made.stride;
-    AM_TRY(gdn_fill_gaps(a, false, stream));
+    if (a->part != AM_GDN_EARLY)
+        AM_TRY(gdn_fill_gaps(a, false, stream));
     if (n_docs == 0)
         return AM_OK;
-    AM_TRY(prepare(args.call, made, tokens, stream));
+    if (a->part != AM_GDN_REST)
+        AM_TRY(prepare(args.call, made, tokens, stream));
+    if (a->part == AM_GDN_EARLY)
+        return AM_OK;
     const am_tensor t = dense(made.t, tokens, heads, kChunk), p = dense(made.p, tokens, heads, kChunk);
     AM_TRY(tensor_map_of(&args.q, &a->q, kChunk, 1));
     AM_TRY(tensor_map_of(&args.k, &a->k, kChunk, 1));

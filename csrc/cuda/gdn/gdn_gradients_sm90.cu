@@ -478,9 +478,11 @@ am_status launch_segments(const am_gdn_args *a, Call p, const Backward &b, cudaS
         p.low = i * gdn::kSegment;
         p.high = i + 1 < segments ? p.low + gdn::kSegment : INT64_MAX;
         AM_TRY(gdn_sm90::prepare(p, b.made, b.tokens, stream));
-        AM_TRY(gdn_sm90::repeat(a, p, b, stream));
+        if (a->part != AM_GDN_EARLY)
+            AM_TRY(gdn_sm90::repeat(a, p, b, stream));
         AM_TRY(gdn_sm90::reverse(a, p, b, stream));
-        AM_TRY(gdn_sm90::gradients(a, p, b, stream));
+        if (a->part != AM_GDN_EARLY)
+            AM_TRY(gdn_sm90::gradients(a, p, b, stream));
     }
     return AM_OK;
 }
