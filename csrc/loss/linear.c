@@ -221,7 +221,7 @@ am_status am_lce_scatter(am_lce_collect_args *a, const am_exec *ex)
                  (long long)tokens);
     for (int64_t t = 0, at = 0; t < tokens; t++) {
         const bool labelled = at < n && rows[at] == t;
-        put_row(a, t, labelled ? (const float *)a->sum.data + at * a->sum.shape[1] : NULL);
+        put_row(a, t, labelled ? am_at(&a->sum, at * a->sum.shape[1]) : NULL);
         at += labelled;
     }
     return AM_OK;
