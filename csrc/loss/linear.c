@@ -132,7 +132,8 @@ am_status am_lce_loss(am_lce_chunk_args *a, const am_exec *ex)
     if (ex->dev != AM_DEV_CPU)
         return am_cuda_lce_loss(a, ex);
     const int64_t stride = a->stats.stride[0];
-    const float *const top = a->stats.data, *const sum = top + stride, *const logit = sum + stride;
+    const float *const top = a->stats.data, *const sum = am_at(&a->stats, stride),
+                       *const logit = am_at(&a->stats, 2 * stride);
     const double inverse = am_loss_inverse_count(&a->num_label_tokens, a->n);
     double total = 0.0;
     for (int64_t t = 0; t < a->n && inverse != 0.0; t++)
@@ -196,6 +197,8 @@ static void put_row(const am_lce_collect_args *a, int64_t row, const float *src)
 {
     const int64_t width = a->sum.shape[1];
     void *const dst = am_at(&a->dhidden, row * width);
+    if (width == 0)
+        return;
     if (src == NULL)
         memset(dst, 0, (size_t)width * am_dtype_size(a->dhidden.dtype));
     else if (a->dhidden.dtype == AM_BF16)
