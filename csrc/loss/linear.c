@@ -93,9 +93,10 @@ static void chunk_rows(int64_t begin, int64_t end, void *ctx)
     const am_lce_chunk_args *const a = ctx;
     const int64_t stride = a->stats.stride[0], width = a->logits.shape[1];
     for (int64_t t = begin; t < end; t++) {
-        const int64_t target = ((const int64_t *)a->targets.data)[t], column = target - a->first;
+        const int64_t target = ((const int64_t *)a->targets.data)[t];
         if (target < 0)
             continue;
+        const int64_t column = target < a->first ? -1 : target - a->first;
         float *const stats = (float *)a->stats.data + t;
         row_stats s = {stats[0], stats[stride]};
         am_loss_kernels()->join(&s, am_at(&a->logits, t * a->logits.stride[0]), width, a->logits.dtype == AM_BF16);
@@ -157,7 +158,8 @@ static void grad_rows(int64_t begin, int64_t end, void *ctx)
         const void *const row = am_at(&a->logits, t * a->logits.stride[0]);
         void *const dst = am_at(&a->dlogits, t * a->dlogits.stride[0]);
         const float *const stats = (const float *)a->stats.data + t;
-        const int64_t target = ((const int64_t *)a->targets.data)[t], column = target - a->first;
+        const int64_t target = ((const int64_t *)a->targets.data)[t],
+                      column = target < a->first ? -1 : target - a->first;
         if (job->scale == 0.0f || target < 0)
             memset(dst, 0, (size_t)width * am_dtype_size(a->logits.dtype));
         else
