@@ -6,11 +6,14 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 export PYTHONPATH := .
 ASAN_LIBS = $(shell gcc -print-file-name=libasan.so):$(shell gcc -print-file-name=libubsan.so)
+ATHERIS = LD_PRELOAD=$$($(abspath $(PY)) -c 'import atheris; print(atheris.path())')/asan_with_fuzzer.so OMP_NUM_THREADS=1 \
+    ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:quarantine_size_mb=32 UBSAN_OPTIONS=print_stacktrace=1 \
+    $(abspath $(PY)) -m tests.fuzz.fuzz_entries
 ASAN_COPY := automodel_c tests benchmarks csrc examples tools setup.py pyproject.toml README.md Makefile
 C_FILES := $(shell git ls-files 'csrc/*.[ch]' 'csrc/*.inc' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.c')
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build demo demo-dp long-run test test-isa asan tsan fuzz fuzz-core leaks faults soak valgrind lint fix api bench cpu-only cuda-report wheel clean
+.PHONY: help venv build demo demo-dp long-run test test-isa asan tsan fuzz fuzz-core fuzz-entries leaks faults soak valgrind lint fix api bench cpu-only cuda-report wheel clean
 
 help: ## print this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' | awk -F'|' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -72,6 +75,19 @@ fuzz-core: ## the C core under libFuzzer with ASan and UBSan for FUZZ_SECONDS (6
 	    -artifact_prefix=build/fuzz/ build/fuzz/corpus
 	rm -rf build/fuzz/small && mkdir build/fuzz/small && build/fuzz/fuzz_core -merge=1 build/fuzz/small build/fuzz/corpus
 	$(PY) -m tests.fuzz.corpus_core pack build/fuzz/small
+
+fuzz-entries: venv ## every method of the extension under atheris with hostile producers, ASan and UBSan; FUZZ_SECONDS (600)
+	@$(PY) -c 'import atheris' || { echo "needs clang, a CPU with AVX-512, and: $(PY) -m pip install atheris"; exit 1; }
+	mkdir -p build/fuzz/entries build/fuzz_tree && cd build/fuzz_tree && rm -rf $(ASAN_COPY)
+	cp -r $(ASAN_COPY) build/fuzz_tree/
+	rm -f build/fuzz_tree/automodel_c/*.so
+	cd build/fuzz_tree && CC=clang AM_CUDA=0 AM_SANITIZE=fuzz $(abspath $(PY)) setup.py -q build_ext --inplace
+	$(PY) -m tests.fuzz.fuzz_entries unpack build/fuzz/entries
+	cd build/fuzz_tree && $(ATHERIS) -max_total_time=$(or $(FUZZ_SECONDS),600) -len_control=20 -max_len=160 \
+	    -timeout=60 -rss_limit_mb=4096 -print_final_stats=1 -artifact_prefix=../fuzz/ ../fuzz/entries
+	rm -rf build/fuzz/small && mkdir build/fuzz/small
+	cd build/fuzz_tree && $(ATHERIS) -merge=1 -max_len=160 ../fuzz/small ../fuzz/entries
+	$(PY) -m tests.fuzz.fuzz_entries pack build/fuzz/small
 
 faults: build ## 4 ranks by the command line: 20 are killed, disks fill, bits flip, SIGTERM comes; build/faults.jsonl
 	AM_FAULT_RANKS=4 AM_FAULTS=20 $(PY) -m pytest -q tests/faults/test_runs.py tests/recipes/test_integrity.py

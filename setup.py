@@ -1,10 +1,10 @@
 """Builds automodel_c._amcore: every csrc/**/*.c with the C compiler, every csrc/cuda/**/*.cu with nvcc where found.
 
 AM_CUDA=0 leaves CUDA out, AM_CUDA=1 insists on it, unset takes it when nvcc is there. AM_DEBUG=1 keeps assertions and
--O0. AM_SANITIZE=address|thread builds with ASan + UBSan or TSan. AM_WHEEL=<suffix>, which tools/wheels.py sets, leaves
-out debug information and adds a suffix that is not empty to the version. Objects are kept in build/objects by the hash
-of their source, the headers it reaches and the command, so a second build compiles what changed, and a copy of that
-folder serves another checkout.
+-O0. AM_SANITIZE=address|thread builds with ASan + UBSan or TSan; AM_SANITIZE=fuzz, for CC=clang, with libFuzzer's
+counters beside ASan + UBSan. AM_WHEEL=<suffix>, which tools/wheels.py sets, leaves out debug information and adds a
+suffix that is not empty to the version. Objects are kept in build/objects by the hash of their source, the headers it
+reaches and the command, so a second build compiles what changed, and a copy of that folder serves another checkout.
 """
 
 import hashlib
@@ -31,11 +31,18 @@ SANITIZERS = {
     "": [],
     "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer"],
     "thread": ["-fsanitize=thread", "-fno-omit-frame-pointer"],
-}
+    "fuzz": [
+        "-fsanitize=fuzzer-no-link,address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer",
+        # the code is gcc's: clang judges it by other warnings and passes over its target pragmas, so this build is for
+        # machines that have all of these but tile registers
+        "-w", "-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-mamx-tile",
+        "-mamx-bf16",
+    ],
+}  # fmt: skip
 C_FLAGS = [
     "-std=gnu11", "-D_GNU_SOURCE", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-ffp-contract=off", "-g",
     "-pthread", "-Wall", "-Wextra", "-Wshadow", "-Wstrict-prototypes", "-Werror", "-Wno-missing-field-initializers",
-    *(["-O0"] if DEBUG else ["-O3"] if SANITIZE else ["-O3", "-DNDEBUG"]),
+    *(["-O0"] if DEBUG else ["-O1"] if SANITIZE == "fuzz" else ["-O3"] if SANITIZE else ["-O3", "-DNDEBUG"]),
     *SANITIZERS[SANITIZE],
 ]  # fmt: skip
 CUDA_FLAGS = [

@@ -12,10 +12,10 @@
 /* AM_TILE: elements of the float32 tiles on a worker's stack. AM_LANES: partial sums of a row. */
 enum { AM_TILE = 1024, AM_LANES = 64 };
 
-/* Element `index` of a tensor's data. */
+/* Element `index` of a tensor's data; NULL where it has none, as rows without columns may have. */
 static inline void *am_at(const am_tensor *t, int64_t index)
 {
-    return (char *)t->data + (size_t)index * am_dtype_size(t->dtype);
+    return t->data ? (char *)t->data + (size_t)index * am_dtype_size(t->dtype) : NULL;
 }
 
 /* Row `row` of a tensor [.., H], counted in row-major order over the leading axes. */

@@ -202,6 +202,7 @@ am_status am_gdn_forward(const am_gdn_args *a, const am_exec *ex)
     gdn_job job;
     size_t bytes = 0;
     AM_TRY(check_forward(a));
+    AM_TRY(check_rows(&a->o, "o", a->q.dtype, a->q.shape[0], a->v.shape[1], a->v.shape[2]));
     if (ex->dev != AM_DEV_CPU) {
         AM_TRY(check_cuda(a, false));
         return am_cuda_gdn_forward(a, ex);

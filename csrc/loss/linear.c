@@ -93,9 +93,10 @@ static void chunk_rows(int64_t begin, int64_t end, void *ctx)
     const am_lce_chunk_args *const a = ctx;
     const int64_t stride = a->stats.stride[0], width = a->logits.shape[1];
     for (int64_t t = begin; t < end; t++) {
-        const int64_t target = ((const int64_t *)a->targets.data)[t], column = target - a->first;
+        const int64_t target = ((const int64_t *)a->targets.data)[t];
         if (target < 0)
             continue;
+        const int64_t column = target < a->first ? -1 : target - a->first;
         float *const stats = (float *)a->stats.data + t;
         row_stats s = {stats[0], stats[stride]};
         am_loss_kernels()->join(&s, am_at(&a->logits, t * a->logits.stride[0]), width, a->logits.dtype == AM_BF16);
@@ -132,7 +133,8 @@ am_status am_lce_loss(am_lce_chunk_args *a, const am_exec *ex)
     if (ex->dev != AM_DEV_CPU)
         return am_cuda_lce_loss(a, ex);
     const int64_t stride = a->stats.stride[0];
-    const float *const top = a->stats.data, *const sum = top + stride, *const logit = sum + stride;
+    const float *const top = a->stats.data, *const sum = am_at(&a->stats, stride),
+                       *const logit = am_at(&a->stats, 2 * stride);
     const double inverse = am_loss_inverse_count(&a->num_label_tokens, a->n);
     double total = 0.0;
     for (int64_t t = 0; t < a->n && inverse != 0.0; t++)
@@ -156,7 +158,8 @@ static void grad_rows(int64_t begin, int64_t end, void *ctx)
         const void *const row = am_at(&a->logits, t * a->logits.stride[0]);
         void *const dst = am_at(&a->dlogits, t * a->dlogits.stride[0]);
         const float *const stats = (const float *)a->stats.data + t;
-        const int64_t target = ((const int64_t *)a->targets.data)[t], column = target - a->first;
+        const int64_t target = ((const int64_t *)a->targets.data)[t],
+                      column = target < a->first ? -1 : target - a->first;
         if (job->scale == 0.0f || target < 0)
             memset(dst, 0, (size_t)width * am_dtype_size(a->logits.dtype));
         else
@@ -196,6 +199,8 @@ static void put_row(const am_lce_collect_args *a, int64_t row, const float *src)
 {
     const int64_t width = a->sum.shape[1];
     void *const dst = am_at(&a->dhidden, row * width);
+    if (width == 0)
+        return;
     if (src == NULL)
         memset(dst, 0, (size_t)width * am_dtype_size(a->dhidden.dtype));
     else if (a->dhidden.dtype == AM_BF16)
@@ -221,7 +226,7 @@ am_status am_lce_scatter(am_lce_collect_args *a, const am_exec *ex)
                  (long long)tokens);
     for (int64_t t = 0, at = 0; t < tokens; t++) {
         const bool labelled = at < n && rows[at] == t;
-        put_row(a, t, labelled ? (const float *)a->sum.data + at * a->sum.shape[1] : NULL);
+        put_row(a, t, labelled ? am_at(&a->sum, at * a->sum.shape[1]) : NULL);
         at += labelled;
     }
     return AM_OK;

@@ -100,8 +100,10 @@ static void blocks(int64_t begin, int64_t end, void *ctx)
                              .depth = a->left.shape[1],
                              .add = a->add,
                              .memory = memory};
-        task.left.data += row * task.left.line * size;
-        task.right.data += column * task.right.line * size;
+        if (task.depth > 0) { /* or the operands may have no address */
+            task.left.data += row * task.left.line * size;
+            task.right.data += column * task.right.line * size;
+        }
         job->run(&task);
     }
     am_slots_release(&job->slots, slot);

@@ -133,7 +133,7 @@ static void forward_rows(int64_t begin, int64_t end, void *ctx)
         r.residual = row_of(&a->residual, row);
         r.z = row_of(&a->z, row);
         r.rstd = (float *)a->rstd.data + row;
-        r.mean = (float *)a->mean.data + row;
+        r.mean = given(&a->mean) ? (float *)a->mean.data + row : NULL;
         kernel(&r);
     }
 }
@@ -207,7 +207,7 @@ static norm_grad_row grad_row(const am_norm_grad_args *a, int64_t row, double *p
                            .z = row_of(&a->z, row),
                            .weight = a->weight.data,
                            .rstd = (const float *)a->rstd.data + row,
-                           .mean = (const float *)a->mean.data + row,
+                           .mean = given(&a->mean) ? (const float *)a->mean.data + row : NULL,
                            .n = n,
                            .shift = a->zero_centered ? 1.0f : 0.0f,
                            .bf16 = a->x.dtype == AM_BF16,

@@ -292,6 +292,10 @@ def gdn_calls():
         yield gdn(method, "documents", ValueError, initial=wrong)
         yield gdn(method, "small", ValueError, workspace=lambda: torch.zeros(3, dtype=torch.uint8))
         yield gdn(method, "gate", TypeError, g=lambda: torch.zeros(5, 2, dtype=torch.bfloat16))
+    yield gdn("gated_delta_rule_forward", "output", ValueError, o=lambda: torch.zeros(()))
+    yield gdn(
+        "gated_delta_rule_forward", "output-dtype", TypeError, o=lambda: torch.zeros(5, 2, 8, dtype=torch.bfloat16)
+    )
     yield gdn("gated_delta_rule_forward", "read-only", ValueError, o=lambda: read_only(5))
 
 

@@ -686,6 +686,7 @@ BY_REFUSED = {
     "copy: table": ({"table": torch.zeros(2, 6, dtype=torch.int64)}, ValueError, r"\[n \+ 1, 7\] is needed"),
     "copy: strided": ({"table": torch.zeros(2, 8, dtype=torch.int64)[:, :7]}, ValueError, "table is not contiguous"),
     "copy: rows": ({"rows": -1}, ValueError, "rows is -1"),
+    "copy: more rows": ({"rows": 2**62}, ValueError, "the table ends at 0"),
     "copy: no moves": ({"table": torch.zeros(1, 7, dtype=torch.int64)}, ValueError, "a table without moves"),
     "sum: half": ({"out": X.half(), "x": X.half(), "own": X.half()}, TypeError, "out is float16"),
     "sum: own": ({"own": torch.ones(4, 3)}, ValueError, "axis 1 of own has 3 elements"),
@@ -705,6 +706,17 @@ def test_movers_by_tables_refuse(name):
         else:
             _amcore.exchange_sum_by(a["out"], a["x"], a["own"], a["index"])
     assert torch.equal(a["out"], kept)
+
+
+def test_rows_that_a_table_does_not_have_are_not_waited_for():
+    """The fuzzer's: 2^63 - 1 of them once took centuries, without the lock."""
+    table = torch.tensor([[0, 0, 1, 1, 1, 0, 0], [1, 0, 0, 0, 0, 0, 0]])
+    out = torch.zeros(2, 4)
+    with pytest.raises(ValueError, match="the table ends at 1"):
+        _amcore.exchange_copy_by(out, torch.ones(2, 4), table, rows=2**63 - 1)
+    assert not out.any()
+    _amcore.exchange_copy_by(out, torch.ones(2, 4), table, rows=1)
+    assert out.tolist() == [[0] * 4, [1] * 4]
 
 
 def test_numbers_of_a_table_that_are_out_of_reach_are_left_out(guarded):

@@ -20,6 +20,15 @@ def rotate_half(x):
     return torch.cat([-high, low], dim=-1)
 
 
+def test_angles_beyond_64_bits_are_no_undefined_conversion():
+    """The fuzzer's: a tiny theta makes frequencies of 1e22; what comes out is anything, but the same on each row."""
+    x = torch.ones(2, 1, 8)
+    first, again = (torch.empty(2, 1, 8) for _ in "12")
+    for out in (first, again):
+        _amcore.vision_rope(out, torch.empty_like(x), x, x, torch.tensor([0, 1]), theta=1e-45, inverse=False)
+    assert torch.equal(first[0], x[0]) and torch.equal(first.view(torch.int32), again.view(torch.int32))
+
+
 def naive_mrope(q, k, position_ids, *, rotary_dim, theta, section):
     """transformers' eager code: float32 angles, cos and sin in q's dtype."""
     inverse = 1.0 / (theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=q.device) / rotary_dim))

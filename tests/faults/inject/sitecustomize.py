@@ -1,6 +1,7 @@
 """On the path of a run's ranks: AM_FAULT=<what>:<rank>:<step> makes that step go wrong; `what` is raise or nan.
 AM_WATCH=<file> has every rank write, after each step, a line of numbers to <file>.<rank>."""
 
+import ctypes
 import gc
 import importlib.machinery
 import json
@@ -47,7 +48,8 @@ def _break(module):
 
 
 def _watch(module):
-    """Resident KiB, descriptors, threads, packs seen, plans and attention plans made."""
+    """Descriptors, threads, packs seen, plans and attention plans made; between two checkpoints memory too:
+    resident KiB once malloc has given back what it can, and the KiB that malloc has given out."""
     from automodel_c.parallel import context, plan
 
     step, made = module._step, {"packs": 0, "plans": 0, "attention": 0}
@@ -62,6 +64,17 @@ def _watch(module):
 
         setattr(owner, name, count)
 
+    libc = ctypes.CDLL(None)
+
+    class Mallinfo(ctypes.Structure):
+        _fields_ = [(name, ctypes.c_size_t) for name in "arena a b c mapped d e in_use f g".split()]
+
+    libc.mallinfo2.restype = Mallinfo
+
+    def given_out():
+        info = libc.mallinfo2()
+        return info.in_use + info.mapped
+
     counted(context, "ContextPlan", "plans")
     counted(plan, "AttentionPlan", "attention")
 
@@ -70,10 +83,13 @@ def _watch(module):
         if isinstance(found, int):  # a signal, and no step was taken
             return found
         made["packs"] += len(batches)
-        if number % 50 == 0:
+        row = {"step": number, "loss": found.loss}
+        if number % 20 == 10:
             gc.collect()
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        row = {"step": number, "kib": pages * os.sysconf("SC_PAGE_SIZE") // 1024, "loss": found.loss}
+            libc.malloc_trim(0)
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            row |= {"kib": pages * os.sysconf("SC_PAGE_SIZE") / 1024, "malloc_kib": given_out() / 1024}
+            row |= {"blocks": sys.getallocatedblocks()}
         row |= {"files": len(os.listdir("/proc/self/fd")), "threads": len(os.listdir("/proc/self/task")), **made}
         file.write(json.dumps(row) + "\n")
         return found
