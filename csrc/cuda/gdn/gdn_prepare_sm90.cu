@@ -1,18 +1,20 @@
 /* gdn_prepare_sm90.cu -- what a chunk needs of its own tokens alone, for every value head: T = (I + A)^-1, P, decays.
  *
- *   block = chunk and key head, four warps; a place in shared memory of 64 x 64 floats for each
- *     rows of k and q -> shared, 1 / |k|, 1 / |q|       k k^T, q k^T: mma of bf16, 16 rows a warp -> shared
- *     a warp a value head: c by a scan in float64; A (shared) and P (out) from the products, the decays and beta
- *       inverses of the four 16 x 16 blocks of the diagonal by substitution, two columns a lane, float32
- *       below them -T22 (A21 T11) of 16 x 16, then of 32 x 32: mma of tf32, in place
+ *   block = chunk and key head, four warps; everything is 10 squares of 16 x 16 on and below the diagonal
+ *     rows of k and q -> shared, 1 / |k|, 1 / |q|
+ *     k k^T, q k^T: mma of bf16, a warp a row of squares -> shared, 16 bytes a lane as the product leaves them
+ *     a warp a value head: c by a scan in float64; squares of A (registers) and P (out) from the products, the decays
+ *       and beta; the diagonal's four inverses by substitution in shared memory, two columns a lane, float32
+ *       below it -T22 (A21 T11) of 16 x 16, then of 32 x 32, mma of tf32: a square in registers is a left operand, or
+ *       transposed a right one, so (A21 T11)^T = T11^T A21^T comes first and only squares of T go through memory
  *       T beta (out), bf16
  *
  * A decay times a length is one exponential: 2^(c_i - c_j + log2(1 / |k_j|)).
  *
  * Bytes a chunk: k, q 32 KB a key head; T, P 16 KB and 1 KB of numbers a value head. With 16 and 64 heads, 32K tokens:
  * 0.27 GB read and 0.57 GB written, 0.2 ms. 4 MFLOP of bf16 a key head and 0.2 of tf32 a value head are nothing
- * beside it. Measured on an H200: 0.14 ms for 8K tokens, 0.57 for 32K. Eight warps a multiprocessor wait for shared
- * memory, exponentials and loads (an instruction of a warp every nine cycles when it took 0.19 ms).
+ * beside it. Measured on an H200, 32K tokens: 0.38 ms, four blocks a multiprocessor; 0.39 with three and their 168
+ * registers; 0.57 when whole matrices went through shared memory and two blocks fitted.
  */
 #include "gdn_sm90.cuh"
 
@@ -22,21 +24,37 @@ namespace
 using namespace gdn_sm90;
 using gdn::Range;
 
-constexpr int kThreads = 128, kWarps = 4, kRow = kDim + 8, kLd = kChunk + 4;
+constexpr int kThreads = 128, kWarps = 4, kBlocks = 4, kRow = kDim + 8, kLd = 20;
+constexpr int kSquare = 16 * kLd + 8, kSquares = 10; /* of 16 x 16: floats of one, those on and below the diagonal */
 
 struct Gates { /* of a value head: log2 of exp(c) and of exp(c) |k|, beta / |k|, beta */
     alignas(16) float c[kChunk], from[kChunk], left[kChunk], beta[kChunk];
 };
 
+/* A square in registers as a product leaves it: rows lane / 4 and 8 on (r), columns lane % 4 * 2 and the next (e), and
+ * 8 columns on (half), at 4 half + 2 r + e. */
+using Square = float[8];
+
+/* Where its halves are in shared memory, 16 bytes a lane. */
+struct Squares {
+    float4 at[kSquares][2][32];
+};
+
 struct Smem {
     union {
         __nv_bfloat16 rows[2][kChunk][kRow]; /* k and q */
-        float inverse[kWarps][kChunk * kLd]; /* A, and then T */
+        struct {
+            Squares kk, qk;
+            float inverse[kWarps][5]
+                         [kSquare]; /* squares of A's diagonal, then of T's, and T's second below its first */
+        };
     };
-    float kk[kChunk * kLd], qk[kChunk * kLd];
     float key[kChunk], query[kChunk]; /* 1 / |k|, scale / |q| */
     Gates gates[kWarps];
+    Range docs, places; /* here, since registers are short */
 };
+
+__host__ __device__ constexpr int square_of(int i, int j) { return i * (i + 1) / 2 + j; }
 
 /* A thread's pieces of a head's rows, zeros behind the document. */
 struct Pieces {
@@ -82,10 +100,10 @@ __device__ __forceinline__ void store_rows(const Pieces &of, const Call &p, floa
             lengths[first + 8 * i] = p.l2norm ? factor / sqrtf(sum[i] + 1e-6f) : factor;
 }
 
-/* The warp's 16 rows of k k^T and q k^T. */
-__device__ void multiply(Smem &s)
+/* The warp's 16 rows of k k^T and q k^T up to their diagonal. */
+__device__ __forceinline__ void multiply(Smem &s)
 {
-    const int lane = static_cast<int>(threadIdx.x % 32), row0 = static_cast<int>(threadIdx.x / 32) * 16;
+    const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32), row0 = 16 * warp;
     float sums[2][8][4] = {};
 #pragma unroll
     for (int step = 0; step < kDim / 16; step++) {
@@ -95,6 +113,8 @@ __device__ void multiply(Smem &s)
             ptx::ldmatrix_x4(left[i], &s.rows[i][row0 + lane % 16][16 * step + lane / 16 * 8]);
 #pragma unroll
         for (int j = 0; j < 4; j++) {
+            if (j > warp)
+                continue;
             uint32_t right[4];
             ptx::ldmatrix_x4(right, &s.rows[0][16 * j + lane % 8 + lane / 16 * 8][16 * step + lane / 8 % 2 * 8]);
 #pragma unroll
@@ -104,15 +124,18 @@ __device__ void multiply(Smem &s)
             }
         }
     }
-    const int at = (row0 + lane / 4) * kLd + lane % 4 * 2;
+    __syncthreads(); /* the rows have been read */
 #pragma unroll
-    for (int i = 0; i < 2; i++)
+    for (int j = 0; j < 4; j++) {
+        if (j > warp)
+            continue;
 #pragma unroll
-        for (int j = 0; j < 8; j++)
-#pragma unroll
-            for (int r = 0; r < 2; r++)
-                *reinterpret_cast<float2 *>((i == 0 ? s.kk : s.qk) + at + 8 * r * kLd + 8 * j) =
-                    make_float2(sums[i][j][2 * r], sums[i][j][2 * r + 1]);
+        for (int half = 0; half < 2; half++) {
+            const float (&kk)[4] = sums[0][2 * j + half], (&qk)[4] = sums[1][2 * j + half];
+            s.kk.at[square_of(warp, j)][half][lane] = make_float4(kk[0], kk[1], kk[2], kk[3]);
+            s.qk.at[square_of(warp, j)][half][lane] = make_float4(qk[0], qk[1], qk[2], qk[3]);
+        }
+    }
 }
 
 /* A lane's two numbers of a chunk, 0 behind the document. */
@@ -159,78 +182,139 @@ __device__ void load_gates(const Two &g, const Two &betas, const Prepared &to, c
     __syncwarp();
 }
 
-/* A into `a` (and zeros in squares of 16 that products read beside its diagonal), P out: a lane has eight columns of a
- * row of each square. */
-__device__ void make_triangles(const Prepared &to, const Smem &s, const Gates &of, float *a, int64_t row0, int64_t step,
-                               int n)
+__device__ __forceinline__ void load_square(Square &to, const Squares &from, int at)
 {
-    const int row = static_cast<int>(threadIdx.x % 16), column = static_cast<int>(threadIdx.x / 16 % 2) * 8;
 #pragma unroll
-    for (int top = 0; top < kChunk; top += 16) {
-        const int i = top + row;
-        const float own = of.c[i], left = of.left[i], query = s.query[i];
-        __nv_bfloat16 *const out = to.p + row0 + i * step + column;
+    for (int half = 0; half < 2; half++) {
+        const float4 four = from.at[at][half][threadIdx.x % 32];
+        to[4 * half] = four.x;
+        to[4 * half + 1] = four.y;
+        to[4 * half + 2] = four.z;
+        to[4 * half + 3] = four.w;
+    }
+}
+
+/* Of a square of floats in rows of kLd, or its transpose. */
+template <bool kTransposed = false> __device__ __forceinline__ void load_square(Square &to, const float *from)
+{
+    const int lane = static_cast<int>(threadIdx.x % 32), row = lane / 4, column = lane % 4 * 2;
 #pragma unroll
-        for (int j = 0; j < kChunk; j += 16) {
-            const int at = i * kLd + j + column;
-            float x[8] = {}, y[8] = {};
+    for (int half = 0; half < 2; half++)
 #pragma unroll
-            for (int half = 0; half < 8 && j <= top; half += 4) {
-                const float4 from = *reinterpret_cast<const float4 *>(of.from + j + column + half);
-                const float4 kk = *reinterpret_cast<const float4 *>(s.kk + at + half);
-                const float4 qk = *reinterpret_cast<const float4 *>(s.qk + at + half);
-                const float d[4] = {ptx::ex2_approx(own - from.x), ptx::ex2_approx(own - from.y),
-                                    ptx::ex2_approx(own - from.z), ptx::ex2_approx(own - from.w)};
-                const float keys[4] = {kk.x, kk.y, kk.z, kk.w}, queries[4] = {qk.x, qk.y, qk.z, qk.w};
+        for (int r = 0; r < 2; r++) {
+            const int i = row + 8 * r, j = column + 8 * half;
+            const float2 two = kTransposed ? make_float2(from[j * kLd + i], from[(j + 1) * kLd + i])
+                                           : *reinterpret_cast<const float2 *>(from + i * kLd + j);
+            to[4 * half + 2 * r] = two.x;
+            to[4 * half + 2 * r + 1] = two.y;
+        }
+}
+
+__device__ __forceinline__ void store_square(float *to, const Square &x)
+{
+    const int lane = static_cast<int>(threadIdx.x % 32), row = lane / 4, column = lane % 4 * 2;
 #pragma unroll
-                for (int e = 0; e < 4; e++) {
-                    const bool below = j < top || column + half + e < row, seen = j < top || column + half + e <= row;
-                    const float key = left * keys[e] * d[e], read = query * queries[e] * d[e];
-                    x[half + e] = below ? key : 0.0f;
-                    y[half + e] = seen ? read : 0.0f;
-                }
+    for (int half = 0; half < 2; half++)
+#pragma unroll
+        for (int r = 0; r < 2; r++)
+            *reinterpret_cast<float2 *>(to + (row + 8 * r) * kLd + column + 8 * half) =
+                make_float2(x[4 * half + 2 * r], x[4 * half + 2 * r + 1]);
+}
+
+/* A head's rows of P and T in memory, which a warp writes by squares: a lane has 16 bytes of one. */
+struct Out {
+    __nv_bfloat16 *p, *t;
+    int step, n; /* rows left from the lane's first one on */
+    bool scaled; /* T is times beta of the column: for forward */
+
+    __device__ Out(const Prepared &to, int64_t row0, int step_, int n_) : step(16 * step_), scaled(to.more == nullptr)
+    {
+        const int lane = static_cast<int>(threadIdx.x % 32), row = lane / 4 + lane % 4 / 2 * 8;
+        const int64_t first = row0 + row * step_ + lane % 2 * 8;
+        p = to.p + first;
+        t = to.t + first;
+        n = n_ - row;
+    }
+    __device__ __forceinline__ void put(__nv_bfloat16 *to, int i, int j, const uint4 &word) const
+    {
+        if (16 * i < n)
+            __stwb(reinterpret_cast<uint4 *>(to + i * step + 16 * j), word);
+    }
+    __device__ __forceinline__ void put(__nv_bfloat16 *to, int i, int j, const Square &x) const
+    {
+        put(to, i, j, turn(pack(x[0], x[1]), pack(x[4], x[5]), pack(x[2], x[3]), pack(x[6], x[7])));
+    }
+    __device__ __forceinline__ void put_t(int i, int j, const Square &x, const Gates &of) const
+    {
+        const int column = static_cast<int>(threadIdx.x % 4) * 2;
+        Square y;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float2 factor = make_float2(1.0f, 1.0f);
+            if (scaled)
+                factor = *reinterpret_cast<const float2 *>(of.beta + 16 * j + 8 * half + column);
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                y[4 * half + 2 * r] = x[4 * half + 2 * r] * factor.x;
+                y[4 * half + 2 * r + 1] = x[4 * half + 2 * r + 1] * factor.y;
             }
-            if (j <= top || (j == top + 16 && top % 32 == 0)) {
-                *reinterpret_cast<float4 *>(a + at) = make_float4(x[0], x[1], x[2], x[3]);
-                *reinterpret_cast<float4 *>(a + at + 4) = make_float4(x[4], x[5], x[6], x[7]);
-            }
-            if (i < n)
-                __stwb(reinterpret_cast<uint4 *>(out + j),
-                       make_uint4(pack(y[0], y[1]), pack(y[2], y[3]), pack(y[4], y[5]), pack(y[6], y[7])));
+        }
+        put(t, i, j, y);
+    }
+};
+
+/* Rounded to nearest: the product takes the upper 19 bits. */
+__device__ __forceinline__ uint32_t tf32(float x) { return __float_as_uint(x) + 0x1000u; }
+
+/* sums += A B^T. The inner index runs as both lie in registers. */
+__device__ __forceinline__ void multiply(Square &sums, const Square &a, const Square &b)
+{
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const uint32_t left[4] = {tf32(a[4 * half]), tf32(a[4 * half + 2]), tf32(a[4 * half + 1]),
+                                  tf32(a[4 * half + 3])};
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            float (&to)[4] = *reinterpret_cast<float (*)[4]>(sums + 4 * r);
+            ptx::mma_m16n8k8_tf32(to, left, tf32(b[4 * half + 2 * r]), tf32(b[4 * half + 2 * r + 1]));
         }
     }
-    __syncwarp();
 }
 
-/* T out, times beta of the column for forward; above its diagonal of squares of 16 lies anything. */
-__device__ void store_inverse(const Prepared &to, const Gates &of, const float *a, int64_t row0, int64_t step, int n)
+/* Square (i, j) of A, and that of P out. */
+template <bool kDiagonal>
+__device__ __forceinline__ void make_square(Square &a, const Smem &s, const Gates &of, const Out &out, int i, int j)
 {
-    const int column = static_cast<int>(threadIdx.x % 8) * 8, first = static_cast<int>(threadIdx.x / 8 % 4);
-    float factor[8];
+    const int lane = static_cast<int>(threadIdx.x % 32), row = lane / 4, column = lane % 4 * 2;
+    Square kk, qk;
+    load_square(kk, s.kk, square_of(i, j));
+    load_square(qk, s.qk, square_of(i, j));
+    const float own[2] = {of.c[16 * i + row], of.c[16 * i + row + 8]};
+    const float left[2] = {of.left[16 * i + row], of.left[16 * i + row + 8]};
+    const float query[2] = {s.query[16 * i + row], s.query[16 * i + row + 8]};
 #pragma unroll
-    for (int e = 0; e < 8; e++)
-        factor[e] = to.more != nullptr ? 1.0f : of.beta[column + e];
+    for (int half = 0; half < 2; half++) {
+        const float2 from = *reinterpret_cast<const float2 *>(of.from + 16 * j + column + 8 * half);
 #pragma unroll
-    for (int top = 0; top < kChunk; top += 4) {
-        const int i = top + first;
-        const bool above = column > (top | 15);
-        const float4 zero = {};
-        const float4 low = above ? zero : *reinterpret_cast<const float4 *>(a + i * kLd + column);
-        const float4 high = above ? zero : *reinterpret_cast<const float4 *>(a + i * kLd + column + 4);
-        if (i < n)
-            __stwb(reinterpret_cast<uint4 *>(to.t + row0 + i * step + column),
-                   make_uint4(pack(low.x * factor[0], low.y * factor[1]), pack(low.z * factor[2], low.w * factor[3]),
-                              pack(high.x * factor[4], high.y * factor[5]),
-                              pack(high.z * factor[6], high.w * factor[7])));
+        for (int r = 0; r < 2; r++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                const int x = 4 * half + 2 * r + e, ahead = row + 8 * r - column - 8 * half - e;
+                const float d = ptx::ex2_approx(own[r] - (e == 0 ? from.x : from.y));
+                const float key = left[r] * kk[x] * d, read = query[r] * qk[x] * d;
+                a[x] = !kDiagonal || ahead > 0 ? key : 0.0f;
+                qk[x] = !kDiagonal || ahead >= 0 ? read : 0.0f;
+            }
     }
-    __syncwarp();
+    out.put(out.p, i, j, qk);
+    __syncwarp(); /* or ptxas has loads of many squares in flight, and no registers for them */
 }
 
-/* The inverses of I plus the blocks of the diagonal, in their places: a lane has two columns of one. */
-__device__ void invert_diagonal(float *a)
+/* The inverses of I plus four squares, in their places: a lane has two columns of one. */
+__device__ __forceinline__ void invert_diagonal(float (*squares)[kSquare])
 {
     const int lane = static_cast<int>(threadIdx.x % 32), column = lane % 8 * 2;
-    float *const block = a + lane / 8 * 16 * (kLd + 1);
+    float *const block = squares[lane / 8];
     float x[2][16];
 #pragma unroll
     for (int i = 0; i < 16; i++) {
@@ -254,66 +338,118 @@ __device__ void invert_diagonal(float *a)
     __syncwarp();
 }
 
-/* Rounded to nearest: the product takes the upper 19 bits. */
-__device__ __forceinline__ uint32_t tf32(float x) { return __float_as_uint(x) + 0x1000u; }
-
-/* out = +-A B of squares of 16 kTiles; `out` may be A or B. */
-template <int kTiles> __device__ void multiply_blocks(float *out, const float *a, const float *b, float sign)
+__device__ __forceinline__ void negate(Square &x)
 {
-    const int lane = static_cast<int>(threadIdx.x % 32), row = lane / 4, k = lane % 4;
-    float sums[kTiles][2 * kTiles][4] = {};
 #pragma unroll
-    for (int step = 0; step < 2 * kTiles; step++) {
-        uint32_t left[kTiles][4];
+    for (int i = 0; i < 8; i++)
+        x[i] = -x[i];
+}
+
+/* T21 = -T22 (A21 T11), for squares i and i + 1 of the diagonal. */
+__device__ __forceinline__ void invert_below(Square &t, const Square &a, float (*squares)[kSquare], int i)
+{
+    Square x, n = {};
+    load_square<true>(x, squares[i]);
+    multiply(n, x, a);
+    load_square(x, squares[i + 1]);
+    negate(x);
 #pragma unroll
-        for (int i = 0; i < kTiles; i++)
+    for (int i = 0; i < 8; i++)
+        t[i] = 0.0f;
+    multiply(t, x, n);
+}
+
+/* sums += (square of T)^T A^T. */
+__device__ __forceinline__ void add_transposed(Square &sums, const float *t, const Square &a)
+{
+    Square x;
+    load_square<true>(x, t);
+    multiply(sums, x, a);
+}
+
+/* sums -= (square of T) B. */
+__device__ __forceinline__ void subtract(Square &sums, const float *t, const Square &b)
+{
+    Square x;
+    load_square(x, t);
+    negate(x);
+    multiply(sums, x, b);
+}
+
+/* The same of squares of 32; squares[4] is T's square below its first. */
+__device__ __forceinline__ void invert_corner(const Smem &s, const Gates &of, float (*squares)[kSquare], const Out &out)
+{
+    Square n[2][2] = {}, x;
 #pragma unroll
-            for (int e = 0; e < 4; e++)
-                left[i][e] = tf32(sign * a[(16 * i + row + e % 2 * 8) * kLd + 8 * step + k + e / 2 * 4]);
+    for (int i = 0; i < 2; i++) {
+        make_square<false>(x, s, of, out, 2 + i, 0);
+        add_transposed(n[0][i], squares[0], x);
+        make_square<false>(x, s, of, out, 2 + i, 1);
+        add_transposed(n[0][i], squares[4], x);
+        add_transposed(n[1][i], squares[1], x);
+    }
+    make_square<false>(x, s, of, out, 3, 2);
+    Square below;
+    invert_below(below, x, squares, 2);
 #pragma unroll
-        for (int j = 0; j < 2 * kTiles; j++) {
-            const float *const at = b + (8 * step + k) * kLd + 8 * j + row;
-            const uint32_t right[2] = {tf32(at[0]), tf32(at[4 * kLd])};
+    for (int j = 0; j < 2; j++) {
+        Square t = {}, u = {};
+        subtract(t, squares[2], n[j][0]);
+        out.put_t(2, j, t, of);
+        subtract(u, squares[3], n[j][1]);
 #pragma unroll
-            for (int i = 0; i < kTiles; i++)
-                ptx::mma_m16n8k8_tf32(sums[i][j], left[i], right[0], right[1]);
+        for (int i = 0; i < 8; i++)
+            x[i] = -below[i];
+        multiply(u, x, n[j][0]);
+        out.put_t(3, j, u, of);
+    }
+    out.put_t(3, 2, below, of);
+}
+
+/* A, P and T of a value head, by a warp; zeros above the diagonal. */
+__device__ __forceinline__ void make_head(const Smem &s, const Gates &of, float (*squares)[kSquare], const Out &out)
+{
+    Square a, x;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        make_square<true>(x, s, of, out, i, i);
+        store_square(squares[i], x);
+#pragma unroll
+        for (int j = i + 1; j < 4; j++) {
+            out.put(out.p, i, j, uint4{});
+            out.put(out.t, i, j, uint4{});
         }
     }
     __syncwarp();
+    invert_diagonal(squares);
+    make_square<false>(a, s, of, out, 1, 0);
+    invert_below(x, a, squares, 0);
+    store_square(squares[4], x);
+    out.put_t(1, 0, x, of);
 #pragma unroll
-    for (int i = 0; i < kTiles; i++)
-#pragma unroll
-        for (int j = 0; j < 2 * kTiles; j++)
-#pragma unroll
-            for (int r = 0; r < 2; r++)
-                *reinterpret_cast<float2 *>(out + (16 * i + row + 8 * r) * kLd + 8 * j + 2 * k) =
-                    make_float2(sums[i][j][2 * r], sums[i][j][2 * r + 1]);
+    for (int i = 0; i < 4; i++) {
+        load_square(x, squares[i]);
+        out.put_t(i, i, x, of);
+    }
+    __syncwarp();
+    invert_corner(s, of, squares, out);
     __syncwarp();
 }
 
-__device__ void invert(float *a)
-{
-    invert_diagonal(a);
-#pragma unroll 1
-    for (int i = 0; i < kChunk; i += 32) {
-        float *const corner = a + i * (kLd + 1), *const below = corner + 16 * kLd;
-        multiply_blocks<1>(below, below, corner, 1.0f);
-        multiply_blocks<1>(below, below + 16, below, -1.0f);
-    }
-    multiply_blocks<2>(a + 32 * kLd, a + 32 * kLd, a, 1.0f);
-    multiply_blocks<2>(a + 32 * kLd, a + 32 * kLd + 32, a + 32 * kLd, -1.0f);
-}
-
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, kBlocks)
     gdn_prepare_sm90_kernel(const __grid_constant__ Call p, const __grid_constant__ Prepared to)
 {
     extern __shared__ float4 raw[];
     Smem &s = *reinterpret_cast<Smem *>(raw);
-    const Range docs = gdn::documents_of(p), places = gdn::places_of<kChunk>(p, docs);
+    if (threadIdx.x == 0) {
+        s.docs = gdn::documents_of(p);
+        s.places = gdn::places_of<kChunk>(p, s.docs);
+    }
+    __syncthreads();
     const int warp = static_cast<int>(threadIdx.x / 32);
-    const int64_t step = int64_t{p.value_heads} * kChunk;
-    for (int64_t item = blockIdx.x; item < (places.last - places.first) * p.key_heads; item += gridDim.x) {
-        const gdn::Place at = gdn::find<kChunk>(p, docs, places.first + item / p.key_heads);
+    const int step = p.value_heads * kChunk;
+    for (int64_t item = blockIdx.x; item < (s.places.last - s.places.first) * p.key_heads; item += gridDim.x) {
+        const gdn::Place at = gdn::find<kChunk>(p, s.docs, s.places.first + item / p.key_heads);
         if (at.doc < 0)
             continue;
         const int key_head = static_cast<int>(item % p.key_heads);
@@ -321,10 +457,10 @@ __global__ void __launch_bounds__(kThreads, 2)
         const int n = static_cast<int>(gdn::least(p.end(at.doc) - token, kChunk));
         Pieces k, q;
         load_rows(k, p.k, token, n, key_head);
-        load_rows(q, p.q, token, n, key_head);
         Two g = two_of(p.g, token, n, key_head * p.group + warp, warp < p.group);
         Two beta = two_of(p.beta, token, n, key_head * p.group + warp, warp < p.group);
         store_rows(k, p, 1.0f, s.rows[0], s.key);
+        load_rows(q, p.q, token, n, key_head);
         store_rows(q, p, p.scale, s.rows[1], s.query);
         __syncthreads();
         multiply(s);
@@ -332,14 +468,11 @@ __global__ void __launch_bounds__(kThreads, 2)
         for (int h = warp; h < p.group; h += kWarps) {
             const int head = key_head * p.group + h;
             const int64_t row0 = (token - p.low) * step + head * kChunk;
-            float *const a = s.inverse[warp];
             Gates &of = s.gates[warp];
             load_gates(g, beta, to, s, of, token - p.low, n, head);
             g = two_of(p.g, token, n, head + kWarps, h + kWarps < p.group);
             beta = two_of(p.beta, token, n, head + kWarps, h + kWarps < p.group);
-            make_triangles(to, s, of, a, row0, step, n);
-            invert(a);
-            store_inverse(to, of, a, row0, step, n);
+            make_head(s, of, s.inverse[warp], Out(to, row0, step, n));
         }
         __syncthreads();
     }
@@ -352,7 +485,8 @@ am_status gdn_sm90::prepare(const Call &p, const Prepared &to, int64_t tokens, c
     int sms = 0;
     AM_TRY(multiprocessors(&sms));
     AM_CUDA(cudaFuncSetAttribute(gdn_prepare_sm90_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Smem)));
-    const int64_t items = (tokens / kChunk + p.n_docs) * p.key_heads, blocks = items < 2 * sms ? items : 2 * sms;
+    const int64_t items = (tokens / kChunk + p.n_docs) * p.key_heads,
+                  blocks = items < kBlocks * sms ? items : kBlocks * sms;
     gdn_prepare_sm90_kernel<<<static_cast<unsigned>(blocks), kThreads, sizeof(Smem), stream>>>(p, to);
     AM_CUDA_LAUNCHED();
     return AM_OK;
