@@ -328,6 +328,7 @@ def moe_workspace(
     *,
     top_k: int,
     backward: bool,
+    counts: Index | None = None,
 ) -> int: ...
 def moe_row(
     hidden: Tensor,
@@ -338,6 +339,7 @@ def moe_row(
     *,
     top_k: int,
     backward: bool,
+    counts: Index | None = None,
 ) -> str: ...
 def moe_forward(
     out: Tensor | None,
@@ -356,6 +358,7 @@ def moe_forward(
     products: Tensor | None = None,
     *,
     top_k: int,
+    counts: Index | None = None,
 ) -> None: ...
 def moe_backward(
     workspace: Tensor,
@@ -376,6 +379,8 @@ def moe_backward(
     ddown: Tensor | None = None,
     *,
     top_k: int,
+    accumulate: bool = False,
+    counts: Index | None = None,
 ) -> None: ...
 def moe_route_forward(
     logits: Tensor,
@@ -417,6 +422,7 @@ def moe_experts_forward(
     products: Tensor | None = None,
     *,
     top_k: int,
+    counts: Index | None = None,
 ) -> None: ...
 def moe_experts_backward(
     workspace: Tensor,
@@ -433,6 +439,8 @@ def moe_experts_backward(
     ddown: Tensor | None = None,
     *,
     top_k: int,
+    accumulate: bool = False,
+    counts: Index | None = None,
 ) -> None: ...
 def shared_expert_forward(out: Tensor, routed: Tensor, shared: Tensor, gate: Tensor) -> None: ...
 def shared_expert_backward(dshared: Tensor, dgate: Tensor, dout: Tensor, shared: Tensor, gate: Tensor) -> None: ...
