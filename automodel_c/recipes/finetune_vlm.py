@@ -234,6 +234,7 @@ def shard(recipe, model, runtime):
         activation_checkpointing_scope=section.activation_checkpointing_scope or "all",
         compile=section.enable_compile,
         async_tensor_parallel=section.enable_async_tensor_parallel,
+        fp32_expert_grads=section.moe.fp32_weight_grads,
     )
     parts.install_reduction(model, runtime.device)
     return model
