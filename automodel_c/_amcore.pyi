@@ -331,6 +331,7 @@ def moe_workspace(
     *,
     top_k: int,
     backward: bool,
+    counts: Index | None = None,
 ) -> int: ...
 def moe_row(
     hidden: Tensor,
@@ -341,6 +342,7 @@ def moe_row(
     *,
     top_k: int,
     backward: bool,
+    counts: Index | None = None,
 ) -> str: ...
 def moe_forward(
     out: Tensor | None,
@@ -359,6 +361,7 @@ def moe_forward(
     products: Tensor | None = None,
     *,
     top_k: int,
+    counts: Index | None = None,
 ) -> None: ...
 def moe_backward(
     workspace: Tensor,
@@ -379,6 +382,8 @@ def moe_backward(
     ddown: Tensor | None = None,
     *,
     top_k: int,
+    accumulate: bool = False,
+    counts: Index | None = None,
 ) -> None: ...
 def moe_route_forward(
     logits: Tensor,
@@ -420,6 +425,7 @@ def moe_experts_forward(
     products: Tensor | None = None,
     *,
     top_k: int,
+    counts: Index | None = None,
 ) -> None: ...
 def moe_experts_backward(
     workspace: Tensor,
@@ -436,6 +442,8 @@ def moe_experts_backward(
     ddown: Tensor | None = None,
     *,
     top_k: int,
+    accumulate: bool = False,
+    counts: Index | None = None,
 ) -> None: ...
 def shared_expert_forward(out: Tensor, routed: Tensor, shared: Tensor, gate: Tensor) -> None: ...
 def shared_expert_backward(dshared: Tensor, dgate: Tensor, dout: Tensor, shared: Tensor, gate: Tensor) -> None: ...

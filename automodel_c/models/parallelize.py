@@ -9,6 +9,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 from torch.distributed.tensor import DTensor, Shard
 
 from automodel_c.parallel import checkpoint_context_fn
+from automodel_c.parallel.fsdp_units import WideGradients
 
 from . import megatron
 from .gates import hold_gates
@@ -27,6 +28,7 @@ def parallelize_qwen3_5(
     model, mesh, *, moe_mesh=None, mp_policy=None, reshard_after_forward=None, experts_reshard_after_forward=None,
     activation_checkpointing=False, activation_checkpointing_scope="all", compile=False, async_tensor_parallel=False,
     strategy="fsdp2", reduce_per_microbatch=True,
+    fp32_expert_grads=False,
 ):  # fmt: skip
     """Shards `model` in place over a device mesh with FSDP2, or Megatron-FSDP, and returns it.
 
@@ -50,13 +52,18 @@ def parallelize_qwen3_5(
     async_tensor_parallel: whether ranks of "tp" send rows while they compute, see `parallel.tensor.compiled`.
     strategy: "fsdp2", or "megatron_fsdp" for a Qwen3_5 on GPUs, see `models.megatron`; reduce_per_microbatch: of the
     latter, for which it is settled here what `set_grad_reduction` settles before each backward of the former.
+    fp32_expert_grads: gradients of the weights of experts that compute in bf16 are made in float32 and added to what a
+    step has of them without a rounding, so that FSDP2 reduces what was not rounded; where it frees each microbatch's
+    gradients it takes twice the bytes for those of one layer. mp_policy then has a param_dtype of bfloat16 and a
+    reduce_dtype of float32.
     Order: weights over "tp" and experts over "ep" (the model was loaded so), checkpointing, compilation, FSDP2: gate
     parameters (always fp32), experts that ranks share, weights that ranks split with the norms between them, vision
     blocks, vision tower, decoder layers, MTP head, root; context parallelism goes on inside forward.
     NotImplementedError for a mesh with other dimensions of more than one rank, for "cp" with a model that was not
     patched over it, for "tp", "ep", selective checkpointing and scopes with transformers' model, and for `compile`.
     ValueError where the model's cp, tp or experts are of other ranks, `moe_mesh` has other dimensions or another order
-    of ranks than said, or a weight that ranks split or share cannot be sharded evenly.
+    of ranks than said, a weight that ranks split or share cannot be sharded evenly, or fp32_expert_grads is of a model
+    that has no such experts or dtypes.
     """
     own = isinstance(model, Qwen3_5)
     cp = model.cp if own else getattr(vars(model).get("_amcore_report"), "cp", None)
@@ -97,6 +104,8 @@ def parallelize_qwen3_5(
         _shard_split(module, options["mesh"], **options | {"mesh": _flat(mesh, "dp", "cp")})
     for unit in fsdp_units(model):
         fully_shard(unit, **options | ({"mp_policy": mp_policy} if unit is model else {}))
+    if fp32_expert_grads:
+        _widen_expert_grads(model, mp_policy)
     if own:
         register_fsdp_forward_method(model, "logits")
         model.compute_dtype = mp_policy.param_dtype or model.compute_dtype
@@ -144,6 +153,17 @@ def _shard_experts(experts, moe_mesh, *, mesh, mp_policy, **options):
     experts.set_gradient_divide_factor(float(mesh.size()))
     # gloo multiplies nothing before it sums; over one rank FSDP2 would divide by a factor twice
     experts.set_force_sum_reduction_for_comms(moe_mesh["ep_shard"].size() > 1)
+
+
+def _widen_expert_grads(model, mp_policy):
+    found = [m for m in model.modules() if isinstance(m, Experts)]
+    dtypes = (mp_policy.param_dtype, mp_policy.reduce_dtype)
+    if not found or dtypes != (torch.bfloat16, torch.float32):
+        raise ValueError(
+            f"parallelize_qwen3_5: fp32_expert_grads: {len(found)} layers of experts with param_dtype {dtypes[0]} and"
+            f" reduce_dtype {dtypes[1]}; experts with torch.bfloat16 and torch.float32 are needed"
+        )
+    WideGradients.install(model, Experts, ("gate_up_proj", "down_proj"))
 
 
 def _split_modules(model):

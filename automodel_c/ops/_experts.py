@@ -19,16 +19,26 @@ def route(hidden, router_weight, padding, top_k):
     return _route(hidden, router_weight, padding, top_k)[:5]
 
 
-def experts(hidden, gate_up, down, chosen, weights, need_output=True):
+def experts(hidden, gate_up, down, chosen, weights, need_output=True, weight_grads=None):
     """Sum over a row's experts of its weight times the expert's output -> [T, H]; rows without an expert here: 0.
     need_output: False where only backward will look at this call; the sum is then not made, zeros stand for it.
+    weight_grads: as in `ops.moe`.
 
     hidden [T, H], gate_up [E, 2I, H], down [E, H, I], chosen int32 [T, k], -1 is no expert here, weights float32
     [T, k].
     """
     keep = torch.is_grad_enabled() and any(x.requires_grad for x in (hidden, gate_up, down, weights))
-    out = _experts(hidden, gate_up, down, chosen, weights, keep, need_output)[0]
+    if keep and takes_weight_grads(weight_grads, hidden, weights, gate_up, down):
+        out = _ExpertsInto.apply(hidden, gate_up.detach(), down.detach(), chosen, weights, need_output, weight_grads)
+    else:
+        out = _experts(hidden, gate_up, down, chosen, weights, keep, need_output)[0]
     return out if need_output else out.expand(hidden.shape)
+
+
+def takes_weight_grads(weight_grads, first, second, gate_up, down):
+    """Whether backward can give the weights' gradients to `weight_grads`: autograd must come there without them."""
+    comes = first.requires_grad or second.requires_grad
+    return weight_grads is not None and comes and gate_up.requires_grad and down.requires_grad
 
 
 def _route_outputs(hidden, router_weight, top_k, empty):
@@ -101,15 +111,39 @@ def _experts_kernel(hidden, gate_up, down, chosen, weights, keep, whole):
 
 
 def _experts_backward_kernel(dout, hidden, gate_up, down, chosen, weights, products):
+    grads = [_alloc.empty(x.shape, x.dtype, x.device) for x in (hidden, gate_up, down, weights)]
+    dhidden, dgate_up, ddown, dweights = grads
+    _run_backward((dhidden, dweights, dgate_up, ddown), dout, hidden, gate_up, down, chosen, weights, products)
+    return tuple(grads)
+
+
+def _run_backward(grads, dout, hidden, gate_up, down, chosen, weights, products, accumulate=False):
     top_k = chosen.shape[1]
     nbytes = _amcore.moe_workspace(hidden, None, gate_up, down, top_k=top_k, backward=True)
     scratch = _alloc.workspace(nbytes, hidden.device)
-    grads = [_alloc.empty(x.shape, x.dtype, x.device) for x in (hidden, gate_up, down, weights)]
-    dhidden, dgate_up, ddown, dweights = grads
     dout = dout if dout.shape[-1] <= 1 or dout.stride(-1) == 1 else dout.contiguous()
     inputs = (dout, hidden, gate_up, down, chosen, weights, products)
-    _amcore.moe_experts_backward(scratch, *inputs, dhidden, dweights, dgate_up, ddown, top_k=top_k)
-    return tuple(grads)
+    _amcore.moe_experts_backward(scratch, *inputs, *grads, top_k=top_k, accumulate=accumulate)
+
+
+class _ExpertsInto(torch.autograd.Function):
+    """`_experts` whose backward puts the weights' gradients where its last argument says."""
+
+    @staticmethod
+    def forward(ctx, hidden, gate_up, down, chosen, weights, whole, weight_grads):
+        out, products = _experts_kernel(hidden, gate_up, down, chosen, weights, True, whole)
+        ctx.save_for_backward(hidden, gate_up, down, chosen, weights, products)
+        ctx.weight_grads = weight_grads
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dout):
+        hidden, *_, weights, _ = saved = ctx.saved_tensors
+        dhidden, dweights = (_alloc.empty(x.shape, x.dtype, x.device) for x in (hidden, weights))
+        dgate_up, ddown, accumulate = ctx.weight_grads()
+        _run_backward((dhidden, dweights, dgate_up, ddown), dout, *saved, accumulate=accumulate)
+        return dhidden, None, None, None, dweights, None, None
 
 
 def _experts_setup(ctx, inputs, output):

@@ -10,6 +10,7 @@ import torch
 
 from automodel_c import _amcore
 from automodel_c.ops import _alloc
+from automodel_c.ops._experts import takes_weight_grads
 from automodel_c.ops._library import define, require_tensors
 
 
@@ -25,6 +26,7 @@ def moe(
     return_aux=False,
     return_router_stats=False,
     need_output=True,
+    weight_grads=None,
 ):
     """Sum over a token's `top_k` experts of its routing weight times `down_e @ (silu(gate_e x) * up_e x)`.
 
@@ -47,6 +49,10 @@ def moe(
             prob_sum float32 [E], differentiable, the sum of the full softmax over the tokens; real_rows int64 [], n.
         need_output: False where only backward will look at this call, as in a recomputation whose sum nobody reads: out
             is 0 and down's products, a third of the work, are not made. Not over ranks, where it changes nothing.
+        weight_grads: None, or a function that backward calls for (dgate_up, ddown, accumulate): contiguous tensors of
+            the weights' shapes, float32 or their dtype, where it puts their gradients, or with accumulate adds them,
+            in float32 and rounded once. Autograd then gets none for gate_up and down. It is not asked where neither
+            hidden nor router_weight has a gradient, nor gate_up and down both.
 
     Returns:
         out [T, H] in hidden's dtype, alone or with what was asked for.
@@ -65,11 +71,15 @@ def moe(
         from automodel_c.parallel.experts import moe_over_ranks  # it is built on the operators
 
         checked = functools.partial(_checked, *inputs, top_k, return_aux, return_router_stats)
-        (out, *stats), _ = moe_over_ranks(*inputs, checked, group)
+        (out, *stats), _ = moe_over_ranks(*inputs, checked, group, weight_grads=weight_grads)
     else:
         count = _checked(*inputs, top_k, return_aux, return_router_stats)
         keep = torch.is_grad_enabled() and any(x.requires_grad for x in inputs[:4])
-        out, *stats = _moe(*inputs, count, keep, need_output)[:4]
+        if keep and takes_weight_grads(weight_grads, *inputs[:4]):
+            out, *stats = _MoeInto.apply(*inputs[:2], gate_up.detach(), down.detach(), padding, count, need_output,
+                                        weight_grads)  # fmt: skip
+        else:
+            out, *stats = _moe(*inputs, count, keep, need_output)[:4]
         if not need_output:
             out = out.expand(hidden.shape)
     if return_router_stats:
@@ -194,16 +204,48 @@ def _moe_fake(hidden, router_weight, gate_up, down, padding, top_k, keep, whole)
 def _moe_backward_kernel(
     dout, dprob_sum, hidden, router_weight, gate_up, down, padding, logits, chosen, weights, products, need
 ):
-    inputs, top_k = (hidden, router_weight, gate_up, down), chosen.shape[1]
-    nbytes = _amcore.moe_workspace(*inputs, padding, top_k=top_k, backward=True)
-    scratch = _alloc.workspace(nbytes, hidden.device)
+    inputs = (hidden, router_weight, gate_up, down)
     grads = _gradients(inputs, need, _alloc.empty)
     wanted = [x if needed else None for x, needed in zip(grads, need, strict=True)]
-    dout = dout if dout.shape[-1] <= 1 or dout.stride(-1) == 1 else dout.contiguous()
-    _amcore.moe_backward(
-        scratch, dout, *inputs, logits, chosen, weights, products, padding, dprob_sum, *wanted, top_k=top_k
-    )
+    _run_backward(wanted, dout, dprob_sum, inputs, padding, (logits, chosen, weights, products))
     return grads
+
+
+def _run_backward(wanted, dout, dprob_sum, inputs, padding, kept, accumulate=False):
+    top_k = kept[1].shape[1]
+    nbytes = _amcore.moe_workspace(*inputs, padding, top_k=top_k, backward=True)
+    scratch = _alloc.workspace(nbytes, dout.device)
+    dout = dout if dout.shape[-1] <= 1 or dout.stride(-1) == 1 else dout.contiguous()
+    _amcore.moe_backward(scratch, dout, *inputs, *kept, padding, dprob_sum, *wanted, top_k=top_k, accumulate=accumulate)
+
+
+class _MoeInto(torch.autograd.Function):
+    """`_moe` whose backward puts the weights' gradients where its last argument says."""
+
+    @staticmethod
+    def forward(ctx, hidden, router_weight, gate_up, down, padding, top_k, whole, weight_grads):
+        inputs = (hidden, router_weight, gate_up, down, padding)
+        out, load, prob_sum, real_rows, *kept = _moe_kernel(*inputs, top_k, True, whole)
+        ctx.mark_non_differentiable(load, real_rows)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs, *kept)
+        ctx.weight_grads = weight_grads
+        return out, load, prob_sum, real_rows
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dout, _, dprob_sum, __):
+        if dout is None and dprob_sum is None:
+            return (None,) * 8
+        *inputs, padding, logits, chosen, weights, products = ctx.saved_tensors
+        dout = torch.zeros_like(inputs[0]) if dout is None else dout
+        dprob_sum = None if dprob_sum is None else dprob_sum.contiguous()
+        need = ctx.needs_input_grad[:2]
+        grads = [_alloc.empty(x.shape, x.dtype, x.device) if n else None for x, n in zip(inputs, need, strict=False)]
+        dgate_up, ddown, accumulate = ctx.weight_grads()
+        kept = (logits, chosen, weights, products)
+        _run_backward([*grads, dgate_up, ddown], dout, dprob_sum, inputs, padding, kept, accumulate)
+        return *grads, *(None,) * 6
 
 
 def _gradients(inputs, need, empty):

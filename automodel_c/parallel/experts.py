@@ -45,14 +45,24 @@ def expert_range(experts, ranks, rank):
 
 
 def moe_over_ranks(
-    hidden, router_weight, gate_up, down, padding, checked, group, meanwhile=lambda: None, need_output=True
+    hidden,
+    router_weight,
+    gate_up,
+    down,
+    padding,
+    checked,
+    group,
+    meanwhile=lambda: None,
+    need_output=True,
+    weight_grads=None,
 ):
     """`ops.moe` over the experts of all ranks of `group`; every rank calls it, with tokens or without.
 
     hidden [T, H] and padding are this rank's, router_weight [E, H] is whole, gate_up [e, 2I, H] and down [e, H, I] are
     the e experts of `expert_range`. checked() returns top_k or raises, then on all ranks. Returns ((out [T, H], load
     [E], prob_sum [E], real_rows []) of this rank's tokens, what meanwhile() returned). Gradients of gate_up and down
-    are of all ranks' losses. need_output: False as in `ops.moe`, where what comes back is kept and not sent again.
+    are of all ranks' losses. need_output: False as in `ops.moe`, where what comes back is kept and not sent again;
+    weight_grads: as there.
 
     On a GPU everything about the rows but their number is made there; the host waits for that number alone, and gives
     the device `meanwhile` to do before it does. Where activations are made again it does not wait a second time.
@@ -75,7 +85,7 @@ def moe_over_ranks(
     rows, their_weights, their_chosen = (exchange(x, travel, group) for x in (hidden, weights, chosen))
     with alarms.everywhere(group):
         here = torch.where((their_chosen >= first) & (their_chosen < end), their_chosen - first, -1)
-        sums = _experts.experts(rows, gate_up, down, here, their_weights, need_output)
+        sums = _experts.experts(rows, gate_up, down, here, their_weights, need_output, weight_grads)
     return (exchange_back(sums, travel, group), *stats), other
 
 

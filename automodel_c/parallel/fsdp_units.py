@@ -79,3 +79,40 @@ class CompleteGradients:
                 p._unsharded_param.grad = torch.zeros_like(p._unsharded_param)
             if held and p.unsharded_accumulated_grad is None:
                 p.to_accumulated_grad_if_needed()
+
+
+class WideGradients:
+    """A `weight_grads` of `ops.moe`: FSDP2's accumulated gradients, float32, of parameters that compute in bf16.
+
+    Backward of a microbatch adds to them without rounding in between; FSDP2 reduces them, or holds them, as it does
+    those that it widens itself.
+    """
+
+    def __init__(self, params):
+        self.params = params
+
+    @classmethod
+    def install(cls, model, module_type, names):
+        """Gives every module of that type one of its parameters `names`, all trained, as `weight_grads`; their units
+        are told to expect such gradients."""
+        for group in filter(None, map(param_group, units(model))):
+            held = {}
+            for p in group.fsdp_params:
+                if isinstance(p._module_info.module, module_type) and p.sharded_param.requires_grad:
+                    held.setdefault(p._module_info.module, {})[p._module_info.param_name] = p
+            for module, params in held.items():
+                if params.keys() >= set(names):
+                    module.weight_grads = cls([params[name] for name in names])
+                    CompleteGradients.install(group)
+
+    def __call__(self):
+        """([the local part of each gradient], whether there is something in them)."""
+        for p in self.params:
+            p.to_accumulated_grad_if_needed()
+        accumulate = any(p.unsharded_accumulated_grad is not None for p in self.params)
+        for p in self.params:
+            if p.unsharded_accumulated_grad is None:
+                make = torch.zeros_like if accumulate else torch.empty_like
+                p.unsharded_accumulated_grad = make(p._unsharded_param, dtype=torch.float32, requires_grad=False)
+        grads = [p.unsharded_accumulated_grad_data for p in self.params]
+        return *grads, accumulate

@@ -236,6 +236,7 @@ def shard(recipe, model, runtime):
         async_tensor_parallel=section.enable_async_tensor_parallel,
         strategy=section.strategy,
         reduce_per_microbatch=recipe.pipeline.reduce_grad_per_microbatch,
+        fp32_expert_grads=section.moe.fp32_weight_grads,
     )
     parts.install_reduction(model, runtime.device)
     return model

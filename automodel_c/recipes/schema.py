@@ -158,6 +158,7 @@ class Moe:
     """Of experts that ranks share (distributed.ep_size)."""
 
     reshard_after_forward: bool | None = None  # None: as distributed.reshard_after_forward
+    fp32_weight_grads: bool = False  # made and added in float32, with torch_dtype bfloat16
     ignore_router_for_ac: bool = only(True)  # their choice is kept under recomputation
     lm_head_precision: str | None = only(None)
     wrap_outer_model: bool = only(True)

@@ -29,6 +29,14 @@ def moe(hidden, router_weight, gate_up, down, *, top_k, padding=None):
     return out, load, p.sum(0), len(real)
 
 
+def weight_grads(hidden, router_weight, gate_up, down, dout, *, top_k, held=None):
+    """(dgate_up, ddown) of `moe` for the gradient dout [T, H] of its output, added to those that are held; float64."""
+    weights = [x.detach().double().requires_grad_() for x in (gate_up, down)]
+    out = moe(hidden.double(), router_weight.double(), *weights, top_k=top_k)[0]
+    grads = torch.autograd.grad(out, weights, dout.double())
+    return tuple(grad if held is None else held[i].double() + grad for i, grad in enumerate(grads))
+
+
 def aux_loss(load, prob_sum, n, top_k):
     """Sum over e of (load_e E / (k N)) (prob_sum_e / N), N = max(n, 1), float64."""
     n = max(n, 1)

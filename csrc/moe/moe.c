@@ -78,8 +78,25 @@ static am_status check_experts(const am_moe_args *a, int64_t experts)
     return check_input("down", &a->down, a, 3, EXTENTS(experts, hidden, inner));
 }
 
+/* Nobody looks whether they are those of the choice; that they stay inside of the rows can be seen. */
+static am_status check_counts_given(const am_moe_args *a, const am_exec *ex)
+{
+    int64_t left = a->hidden.shape[0] * a->top_k;
+    if (!a->counts.present)
+        return AM_OK;
+    AM_CHECK(ex->dev != AM_DEV_CPU, AM_ERR_UNSUPPORTED, "moe: counts are for cuBLASLt, hidden is on the CPU");
+    AM_CHECK(has(&a->down) && a->counts.n == a->down.shape[0], AM_ERR_SHAPE,
+             "moe: counts has %lld elements, there are %lld experts", (long long)a->counts.n,
+             (long long)(has(&a->down) ? a->down.shape[0] : 0));
+    for (int64_t e = 0; e < a->counts.n; left -= a->counts.data[e++])
+        AM_CHECK(a->counts.data[e] >= 0 && a->counts.data[e] <= left, AM_ERR_ARG,
+                 "moe: counts[%lld] is %lld, 0 to %lld rows are left", (long long)e, (long long)a->counts.data[e],
+                 (long long)left);
+    return AM_OK;
+}
+
 /* The inputs of the whole layer, or of the half whose weights are given. */
-static am_status check_inputs(const am_moe_args *a)
+static am_status check_inputs(const am_moe_args *a, const am_exec *ex)
 {
     const am_tensor *const x = &a->hidden;
     AM_CHECK(x->dtype == AM_F32 || x->dtype == AM_BF16, AM_ERR_DTYPE,
@@ -93,7 +110,7 @@ static am_status check_inputs(const am_moe_args *a)
         AM_TRY(check_router(a));
     if (has(&a->down))
         AM_TRY(check_experts(a, has(&a->router_weight) ? a->router_weight.shape[0] : a->down.shape[0]));
-    return AM_OK;
+    return check_counts_given(a, ex);
 }
 
 static am_status check_choice(const am_moe_args *a)
@@ -150,12 +167,18 @@ static am_status check_router_grad(const am_moe_args *a)
     return check_own("drouter", &a->drouter, true, a->hidden.dtype, 2, a->router_weight.shape);
 }
 
+/* In the dtype of its weight, or in float32. */
+static am_status check_weight_grad(const char *name, const am_tensor *grad, const am_tensor *weight)
+{
+    return check_own(name, grad, true, grad->dtype == AM_F32 ? AM_F32 : weight->dtype, 3, weight->shape);
+}
+
 static am_status check_experts_grad(const am_moe_args *a)
 {
     AM_TRY(check_products(a, false));
     AM_TRY(check_input("dout", &a->dout, a, 2, a->hidden.shape));
-    AM_TRY(check_own("dgate_up", &a->dgate_up, true, a->hidden.dtype, 3, a->gate_up.shape));
-    return check_own("ddown", &a->ddown, true, a->hidden.dtype, 3, a->down.shape);
+    AM_TRY(check_weight_grad("dgate_up", &a->dgate_up, &a->gate_up));
+    return check_weight_grad("ddown", &a->ddown, &a->down);
 }
 
 static am_status check_dhidden(const am_moe_args *a)
@@ -186,7 +209,7 @@ am_status am_moe_workspace(am_moe_args *a, const am_exec *ex)
 {
     moe_job job;
     size_t bytes = 0;
-    AM_TRY(check_inputs(a));
+    AM_TRY(check_inputs(a, ex));
     if (ex->dev == AM_DEV_CPU)
         moe_plan(a, pick_row(a->hidden.dtype), a->backward, &job, &bytes);
     else
@@ -198,7 +221,7 @@ am_status am_moe_workspace(am_moe_args *a, const am_exec *ex)
 am_status am_moe_row(am_moe_args *a, const am_exec *ex)
 {
     size_t bytes = 0;
-    AM_TRY(check_inputs(a));
+    AM_TRY(check_inputs(a, ex));
     if (ex->dev != AM_DEV_CPU)
         return am_cuda_moe_plan(a, &a->row, &bytes);
     a->row = pick_row(a->hidden.dtype)->name;
@@ -280,7 +303,7 @@ static void run_gradients(moe_job *job)
 am_status am_moe_forward(am_moe_args *a, const am_exec *ex)
 {
     moe_job job;
-    AM_TRY(check_inputs(a));
+    AM_TRY(check_inputs(a, ex));
     AM_TRY(check_choice(a));
     AM_TRY(check_logits(a));
     AM_TRY(check_counts(a));
@@ -297,7 +320,7 @@ am_status am_moe_forward(am_moe_args *a, const am_exec *ex)
 am_status am_moe_route_forward(am_moe_args *a, const am_exec *ex)
 {
     moe_job job;
-    AM_TRY(check_inputs(a));
+    AM_TRY(check_inputs(a, ex));
     AM_TRY(check_choice(a));
     AM_TRY(check_logits(a));
     AM_TRY(check_counts(a));
@@ -311,7 +334,7 @@ am_status am_moe_route_forward(am_moe_args *a, const am_exec *ex)
 am_status am_moe_experts_forward(am_moe_args *a, const am_exec *ex)
 {
     moe_job job;
-    AM_TRY(check_inputs(a));
+    AM_TRY(check_inputs(a, ex));
     AM_TRY(check_choice(a));
     AM_TRY(check_products(a, true));
     AM_TRY(check_out(a, true));
@@ -327,7 +350,7 @@ am_status am_moe_experts_forward(am_moe_args *a, const am_exec *ex)
 am_status am_moe_backward(am_moe_args *a, const am_exec *ex)
 {
     moe_job job;
-    AM_TRY(check_inputs(a));
+    AM_TRY(check_inputs(a, ex));
     AM_TRY(check_choice(a));
     AM_TRY(check_router_grad(a));
     AM_TRY(check_experts_grad(a));
@@ -346,7 +369,7 @@ am_status am_moe_backward(am_moe_args *a, const am_exec *ex)
 am_status am_moe_route_backward(am_moe_args *a, const am_exec *ex)
 {
     moe_job job;
-    AM_TRY(check_inputs(a));
+    AM_TRY(check_inputs(a, ex));
     AM_TRY(check_choice(a));
     AM_TRY(check_router_grad(a));
     AM_TRY(check_dweights(a, false));
@@ -363,7 +386,7 @@ am_status am_moe_route_backward(am_moe_args *a, const am_exec *ex)
 am_status am_moe_experts_backward(am_moe_args *a, const am_exec *ex)
 {
     moe_job job;
-    AM_TRY(check_inputs(a));
+    AM_TRY(check_inputs(a, ex));
     AM_TRY(check_choice(a));
     AM_TRY(check_experts_grad(a));
     AM_TRY(check_dweights(a, true));

@@ -54,17 +54,19 @@ typedef struct am_moe_args {
     am_tensor dweights;      /* [T, k] f32  backward of route: in, of experts: out, optional */
     am_tensor dhidden;       /* [T, H]      backward: out, optional as the three below */
     am_tensor drouter;       /* [E, H]      backward: out */
-    am_tensor dgate_up;      /* [E, 2I, H]  backward: out */
-    am_tensor ddown;         /* [E, H, I]   backward: out */
+    am_tensor dgate_up;      /* [E, 2I, H]  backward: out; hidden's dtype or f32 */
+    am_tensor ddown;         /* [E, H, I]   backward: out; hidden's dtype or f32 */
     am_tensor workspace;     /* [bytes] u8  scratch, any contents */
     int64_t top_k;           /* 1 to E */
+    am_i64_array counts;     /* [E] rows of each expert, where the host knows them: then cuBLASLt makes the products */
     bool backward;           /* workspace, row: of which pass */
+    bool accumulate;         /* backward of experts: dgate_up and ddown are added to what is there, float32 sums */
     int64_t workspace_bytes; /* workspace: out */
     const char *row;         /* row: out */
 } am_moe_args;
 
-/* Bytes of scratch that the pass needs; reads the shapes of the inputs, top_k and backward. Without router_weight: of
- * the experts' pass, without gate_up and down: of the router's. */
+/* Bytes of scratch that the pass needs; reads the shapes of the inputs, counts, top_k and backward. Without
+ * router_weight: of the experts' pass, without gate_up and down: of the router's. */
 am_status am_moe_workspace(am_moe_args *a, const am_exec *ex);
 
 /* The name of the kernels that make the experts' products, or the router's where there are no experts; reads the same.

@@ -10,7 +10,19 @@ from automodel_c.reference import moe as reference
 from tests.cuda import device
 from tests.cuda.device import on_cuda, same_bits
 from tests.numerics import assert_as_good_as, draws_for, pool
-from tests.ops.test_moe import NAMES, SHAPES, naive, oracle, ours, problem, run, same_without_output, upstream_of
+from tests.ops.test_moe import (
+    NAMES,
+    SHAPES,
+    check_weight_grads,
+    naive,
+    oracle,
+    ours,
+    problem,
+    run,
+    same_without_output,
+    upstream_of,
+    with_idle_experts,
+)
 
 pytestmark = pytest.mark.cuda
 
@@ -229,6 +241,96 @@ def test_rows_by_name(layer, dtype, row):
     assert router == ("simple" if dtype == F32 or layer[1] % 8 else "bf16 sm90")
     pushed = torch.empty(inputs[0].numel() + 1, dtype=dtype, device="cuda")[1:].view(inputs[0].shape)
     assert _amcore.moe_row(pushed, inputs[1], top_k=2, backward=False) == "simple"
+
+
+def counts_of(chosen, experts):
+    return torch.bincount(chosen[chosen >= 0].flatten(), minlength=experts).tolist()
+
+
+def by_row(inputs, chosen, weights, dout, counts=None, to=None, held=None):
+    """(out, dhidden, dweights, dgate_up, ddown) of the experts, the row asserted that makes them; weights' gradients in
+    `to` or, where they are held, added to copies."""
+    hidden, _, gate_up, down = inputs
+    k, to = chosen.shape[1], to or hidden.dtype
+    options = {"top_k": k, "counts": counts}
+    x = (hidden, gate_up, down, chosen, weights)
+    empty = lambda *shape, dtype=hidden.dtype: torch.full(shape, torch.nan, dtype=dtype, device="cuda")  # noqa: E731
+    rows = [_amcore.moe_row(hidden, None, gate_up, down, backward=b, **options) for b in (False, True)]
+    scratch = [
+        torch.empty(_amcore.moe_workspace(hidden, None, gate_up, down, backward=b, **options), dtype=torch.uint8,
+                    device="cuda")
+        for b in (False, True)
+    ]  # fmt: skip
+    out, products = empty(*hidden.shape), empty(chosen.numel(), gate_up.shape[1])
+    _amcore.moe_experts_forward(out, scratch[0], *x, products, **options)
+    grads = [empty(*hidden.shape), empty(*weights.shape, dtype=F32)]
+    grads += [g.clone() for g in held] if held else [empty(*w.shape, dtype=to) for w in (gate_up, down)]
+    _amcore.moe_experts_backward(scratch[1], dout, *x, products, *grads, accumulate=held is not None, **options)
+    return rows, [out, *grads]
+
+
+@DTYPES
+@pytest.mark.parametrize("layer", [(50, 33, 17, 5, 2), (300, 64, 40, 8, 2), (900, 256, 128, 6, 1)], ids=str)
+def test_cublaslt_row(seed, layer, dtype):
+    """By the error rule as our kernels are, with gradients of weights in either dtype and added; experts without rows,
+    and rows without an expert here."""
+    inputs, k = draw(*layer, dtype), layer[4]
+    hidden, _, gate_up, down = inputs
+    chosen = torch.rand(layer[0], layer[3] - 1, device="cuda").topk(k).indices.int()  # the last one is nobody's choice
+    chosen[:3] = -1
+    weights = torch.rand(layer[0], k, device="cuda").to(dtype).float()
+    dout, counts = torch.randn_like(hidden), counts_of(chosen, layer[3])
+    rows, mine = by_row(inputs, chosen, weights, dout)
+    assert set(rows) == {"simple" if dtype == F32 or layer[1] % 8 else "bf16 sm90"}
+    rows, theirs = by_row(inputs, chosen, weights, dout, counts)
+    assert set(rows) == {"cublasLt"}
+
+    def plain(x, w, gate_up, down):
+        out = torch.zeros_like(x)
+        for e in range(layer[3]):
+            token, j = torch.where(chosen.to(x.device) == e)
+            gate, up = torch.nn.functional.linear(x[token], gate_up[e]).chunk(2, -1)
+            y = torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, down[e])
+            out = out.index_add(0, token, y * w[token, j, None].to(y.dtype))
+        return (out,)
+
+    inputs = [hidden, weights, gate_up, down]
+    naive_parts = run(plain, inputs, [dout])
+    truth = run(plain, [x.double() for x in host(inputs)], host([dout]))
+    for name, *parts in zip(("out", "dhidden", "dweights", *NAMES[2:]), mine, theirs, naive_parts, truth, strict=True):
+        for row, found in zip(("ours", "cublasLt"), parts[:2], strict=True):
+            assert_as_good_as(found, *parts[2:], name=f"{name}[{row}]", dtype=dtype)
+    assert not theirs[3][-1].any() and not theirs[4][-1].any()
+
+
+@DTYPES
+def test_cublaslt_adds_gradients(seed, dtype):
+    inputs = draw(300, 64, 40, 8, 2, dtype)
+    chosen = torch.rand(300, 7, device="cuda").topk(2).indices.int()
+    weights, dout = torch.rand(300, 2, device="cuda"), torch.randn_like(inputs[0])
+    counts = counts_of(chosen, 8)
+    fresh = by_row(inputs, chosen, weights, dout, counts, to=F32)[1][3:]
+    held = [torch.randn(x.shape, device="cuda") for x in inputs[2:]]
+    added = by_row(inputs, chosen, weights, dout, counts, held=held)[1][3:]
+    for before, part, after in zip(held, fresh, added, strict=True):
+        torch.testing.assert_close(after, before + part, rtol=1e-5, atol=1e-4)
+        assert torch.equal(after[-1], before[-1])
+
+
+def test_counts_are_checked(seed):
+    hidden, _, gate_up, down = draw(6, 8, 4, 3, 2)
+    for counts, words in (
+        ([4, 8], "counts has 2 elements, there are 3"),
+        ([4, 9, 0], r"counts\[1\] is 9, 0 to 8 rows"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            _amcore.moe_row(hidden, None, gate_up, down, top_k=2, backward=False, counts=counts)
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(40, 33, 17, 6, 2), (600, 144, 40, 4, 1), (500, 320, 264, 5, 2)], ids=str)
+def test_weight_gradients_of_either_dtype(seed, shape, dtype):
+    check_weight_grads(on_cuda(with_idle_experts(*shape, dtype)), shape[-1])
 
 
 @DTYPES

@@ -493,6 +493,10 @@ def moe_halves(f, inputs, kept):
     yield from variants("moe_experts_forward", [f(3, 4), scratch, *rows], top_k, wrong)
     gradients = {**top_k, "dhidden": f(3, 4), "dweights": f(3, 1), "ddown": f(2, 4, 3)}
     yield from variants("moe_experts_backward", [scratch, f(3, 4), *rows, f(3, 6)], gradients, wrong)
+    added = {**gradients, "accumulate": True}
+    yield from variants("moe_experts_backward", [scratch, f(3, 4), *rows, f(3, 6)], added, [])
+    wrong = [("counts", NotImplementedError, "counts", [1, 2]), ("adds", TypeError, "accumulate", 1)]
+    yield from variants("moe_experts_backward", [scratch, f(3, 4), *rows, f(3, 6)], gradients, wrong)
     counts = [integers(0, 0), f(2), lambda: torch.tensor(0)]
     outputs = [logits, chosen, weights, *counts, scratch]
     wrong = [("top_k", ValueError, "top_k", 3), ("shape", ValueError, 8, f(2, 5))]

@@ -47,7 +47,10 @@ MODELS = {
     "dense": ("qwen3_5", 1, {"activation_checkpointing": True}, False),
     "frozen": ("qwen3_5_moe", 0, {"aux_loss": "transformers", "frame_sharding": SHARDED}, True),
 }
-MORE = {"key heads": ("qwen3_5", 1, {}, False, {"num_key_value_heads": 4})}  # and keys of the text's configuration
+MORE = {  # and keys of the text's configuration
+    "key heads": ("qwen3_5", 1, {}, False, {"num_key_value_heads": 4}),
+    "experts of key heads": ("qwen3_5_moe", 2, {"aux_loss": "per_layer"}, False, {"num_key_value_heads": 4}),
+}
 
 
 @functools.cache

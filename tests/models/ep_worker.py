@@ -80,16 +80,16 @@ def steps(seeds, shape, ep, chosen, count):
     return found
 
 
-def in_bf16(seeds, shape, ep, chosen, count):
+def in_bf16(seeds, shape, ep, chosen, count, held=True, **options):
     """`whole` of each seed where bf16 computes over fp32 masters; gradients are held until the last microbatch."""
     where, found = runtime(shape, ep), []
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     for seed in seeds:
-        model = sharded("experts", seed, shape, ep, mp_policy=policy)
+        model = sharded("experts", seed, shape, ep, mp_policy=policy, **options)
         install_reduction(model, where.device)
         total, mine = torch.zeros(()), chosen[where.dp_rank :: where.dp_size]
         for pack in mine:
-            set_grad_reduction(model, pack == mine[-1])
+            set_grad_reduction(model, not held or pack == mine[-1])
             loss, _ = model({**PACKS[pack], "num_label_tokens": count})
             loss.backward()
             total += loss.detach()
@@ -97,6 +97,13 @@ def in_bf16(seeds, shape, ep, chosen, count):
         assert all(p.dtype == p.grad.dtype == torch.float32 for p in model.parameters())
         found.append(whole(model, total))
     return found
+
+
+def not_wide():
+    """What a model without experts, and one that computes in float32, say to float32 gradients of experts."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    dense = lambda: sharded("dense", 0, (1, 1), 1, mp_policy=policy, fp32_expert_grads=True)  # noqa: E731
+    return _said(dense), _said(lambda: sharded("experts", 0, (1, 1), 1, fp32_expert_grads=True))
 
 
 def of_bf16_weights(shape, ep):
@@ -155,10 +162,10 @@ def bits(shape, ep, pack, other):
         assert moved[0] == moved[1] and moved[0][1] == moved[2][1] > 0
 
 
-def unused(shape, ep):
+def unused(shape, ep, **options):
     """[gradients of experts], all experts', of a pack so short that some get no token; the second dp rank has padding
     alone. Rank 0's."""
-    where, model = runtime(shape, ep), sharded("experts", 0, shape, ep)
+    where, model = runtime(shape, ep), sharded("experts", 0, shape, ep, **options)
     install_reduction(model, where.device)
     batch = PACKS["tiny"] if where.dp_rank == 0 else PADDING
     loss, metrics = model({**batch, "num_label_tokens": 4})

@@ -14,7 +14,7 @@ import torch
 from tests.models import cp_worker, packs
 from tests.models import tp_worker as worker
 from tests.models.test_qwen3_5_cp import label_count, one_rank, plain, truth  # noqa: F401
-from tests.models.test_qwen3_5_ep import norms_of
+from tests.models.test_qwen3_5_ep import check_unused, norms_of
 from tests.numerics import assert_as_good_as, ulp_of
 
 CHOSEN = ("text", "clips", "tiny", "padding")  # the packs of a global batch
@@ -29,6 +29,9 @@ LAYOUTS = {
     "experts, dp 2 x tp 2, ep 2": ("experts", (2, 1, 2), 2),
     "experts, cp 2 x tp 2, ep 4": ("experts", (1, 2, 2), 4),
     "experts, dp 2 x tp 2": ("experts", (2, 1, 2), 1),
+    "experts, one rank": ("experts", (1, 1, 1), 1),
+    "experts, tp 4, ep 4": ("experts of key heads", (1, 1, 4), 4),
+    "experts, tp 4, ep 2 x ep_shard 2": ("experts of key heads", (1, 1, 4), 2),
 }
 SEEDS = range(5)
 ROOT = Path(__file__).parents[2]
@@ -47,6 +50,15 @@ def test_loss_and_gradients_are_one_ranks(rank_pools, plain, truth, layout):  # 
         assert [other for _, other in others] == norms
     assert all(abs(a - b) <= ulp_of(float(b), "float32") for a, b in zip(norms, norms_of(found), strict=True))
     assert_as_good_as(torch.stack(norms), norms_of(naive).float(), norms_of(exact), name="norms")
+
+
+@pytest.mark.parametrize(
+    ("shape", "ep"), [((1, 1, 1), 1), ((1, 1, 2), 1), ((1, 1, 2), 2), ((2, 1, 2), 2), ((2, 1, 2), 4)]
+)
+def test_experts_without_a_token_and_ranks_with_padding_alone(rank_pools, shape, ep):
+    """Gradients of such experts are 0, to the bit, and no other; the router's, of whom each rank sees other tokens, are
+    summed once."""
+    check_unused(rank_pools(shape[0] * shape[1] * shape[2]).run(worker.unused, shape, ep)[0])
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 2), (1, 2, 2)])

@@ -17,7 +17,7 @@ from automodel_c.parallel import ContextParallel, PipelineParallel, TensorParall
 from automodel_c.recipes.parts import install_reduction
 from tests.models import cp_worker
 from tests.models.cp_worker import PACKS
-from tests.models.ep_worker import runtime, whole
+from tests.models.ep_worker import PADDING, runtime, whole
 from tests.patch import models
 from tests.ranks import here
 
@@ -64,6 +64,15 @@ def steps(name, seeds, shape, ep, chosen, count, checkpointing=False, tp_plan=No
         loss = backward(model, chosen, where, count, per_microbatch=seed % 2 == 0)
         found.append((whole(model, loss), clip_grad_norm_(model.parameters(), float("inf"))))
     return found
+
+
+def unused(shape, ep):
+    """As ep_worker's, of experts beside weights that ranks split."""
+    where, model = runtime(shape, ep), sharded("experts", 0, shape, ep, activation_checkpointing=True)
+    batch = PACKS["tiny"] if where.dp_rank == 0 else PADDING
+    loss, _ = model({**batch, "num_label_tokens": 4})
+    loss.backward()
+    return whole(model, loss.detach())
 
 
 def logits(name, shape, pack, rows):

@@ -29,6 +29,7 @@ class Experts(nn.Module):
         super().__init__()
         experts, size, width = config.num_experts, config.hidden_size, config.moe_intermediate_size
         self.ep = ExpertParallel()
+        self.weight_grads = None  # see `ops.moe`
         self.gate_up_proj = nn.Parameter(torch.zeros(experts, 2 * width, size))
         self.down_proj = nn.Parameter(torch.zeros(experts, size, width))
 
@@ -43,10 +44,10 @@ class Experts(nn.Module):
         """(`ops.moe` with the router's statistics, over the ranks that hold experts; beside()). Made again, its output
         goes into sums alone, whose gradients do not need it."""
         weights = router_weight, own_part(self.gate_up_proj), own_part(self.down_proj)
+        options = {"need_output": not made_again(), "weight_grads": self.weight_grads}
         if self.ep.group is not None:
-            options = {"meanwhile": beside, "need_output": not made_again()}
-            return moe_over_ranks(x, *weights, padding, lambda: top_k, self.ep.group, **options)
-        options = {"top_k": top_k, "padding": padding, "return_router_stats": True, "need_output": not made_again()}
+            return moe_over_ranks(x, *weights, padding, lambda: top_k, self.ep.group, meanwhile=beside, **options)
+        options |= {"top_k": top_k, "padding": padding, "return_router_stats": True}
         return ops.moe(x, *weights, **options), beside()
 
 

@@ -38,6 +38,7 @@ MoeProduct product_of(const MoeJob &job, MoeKind kind)
     p.offset = job.offset;
     p.by_size = job.by_size;
     p.groups = static_cast<int>(job.experts);
+    p.counts = job.a->counts.present ? job.a->counts.data : nullptr;
     return p;
 }
 
@@ -49,6 +50,7 @@ MoeProduct product_of_tokens(const MoeJob &job, MoeKind kind)
     p.offset = job.whole;
     p.by_size = job.order;
     p.groups = 1;
+    p.counts = nullptr;
     return p;
 }
 
@@ -72,7 +74,7 @@ bool gates_in_place(const MoeJob &job)
 {
     MoeProduct p = gate_up_of(job);
     p.c = nullptr; /* products that are kept and not aligned need no scratch either */
-    return moe_pick(&p)->run != moe_product_simple;
+    return moe_pick(&p)->gates;
 }
 
 void take_rows(MoeJob &job, Taker &t)
@@ -154,7 +156,6 @@ MoeProduct logits_of(const MoeJob &job)
 am_status run_router(const MoeJob &job, cudaStream_t stream)
 {
     const MoeProduct p = logits_of(job);
-    AM_TRY(moe_groups(job, stream));
     AM_TRY(moe_product(&p, stream));
     AM_TRY(moe_route_choose(job, stream));
     AM_TRY(moe_route_sums(job, stream));
@@ -183,6 +184,9 @@ am_status run_down_grad(const MoeJob &job, cudaStream_t stream)
     p.a = job.dy;
     p.b = job.act;
     p.c = job.a->ddown.data;
+    p.to = job.a->ddown.dtype;
+    p.add = job.a->accumulate;
+    p.next = job.next;
     p.m = p.lda = job.hidden;
     p.n = p.ldb = p.ldc = job.inner;
     p.c_group = job.hidden * job.inner;
@@ -195,6 +199,9 @@ am_status run_gate_up_grad(const MoeJob &job, cudaStream_t stream)
     p.a = job.dproducts;
     p.b = job.x;
     p.c = job.a->dgate_up.data;
+    p.to = job.a->dgate_up.dtype;
+    p.add = job.a->accumulate;
+    p.next = job.next + 1;
     p.m = p.lda = 2 * job.inner;
     p.n = p.ldb = p.ldc = job.hidden;
     p.c_group = 2 * job.inner * job.hidden;
@@ -226,6 +233,7 @@ am_status run_router_weight_grad(const MoeJob &job, cudaStream_t stream)
     p.b = x.data;
     p.ldb = x.stride[0];
     p.c = job.parts;
+    p.next = job.next + 2;
     p.n = p.ldc = job.hidden;
     p.c_group = job.experts * job.hidden;
     if (given(job.a->padding)) { /* which may hold NaN, and 0 times NaN is NaN */
@@ -240,7 +248,6 @@ am_status run_router_weight_grad(const MoeJob &job, cudaStream_t stream)
 am_status run_router_grad(const MoeJob &job, const float *dweights, cudaStream_t stream)
 {
     const am_moe_args *const a = job.a;
-    AM_TRY(moe_groups(job, stream));
     AM_TRY(moe_route_grad(job, dweights, stream));
     if (given(a->drouter))
         AM_TRY(run_router_weight_grad(job, stream));
@@ -282,19 +289,19 @@ am_status check_sizes(const MoeJob &job)
     return AM_OK;
 }
 
-am_status start(const am_moe_args *a, bool backward, MoeJob *job)
+am_status start(const am_moe_args *a, bool backward, MoeJob *job, cudaStream_t stream)
 {
     *job = moe_job(a, backward);
     AM_TRY(check_sizes(*job));
     AM_CHECK(static_cast<size_t>(a->workspace.shape[0]) >= job->bytes, AM_ERR_SHAPE,
              "moe: workspace has %lld bytes, %zu are needed", (long long)a->workspace.shape[0], job->bytes);
-    return AM_OK;
+    return moe_groups(*job, stream);
 }
 
 am_status forward(const am_moe_args *a, cudaStream_t stream)
 {
     MoeJob job;
-    AM_TRY(start(a, false, &job));
+    AM_TRY(start(a, false, &job, stream));
     if (job.routes)
         AM_TRY(run_router(job, stream));
     else
@@ -305,7 +312,7 @@ am_status forward(const am_moe_args *a, cudaStream_t stream)
 am_status backward(const am_moe_args *a, cudaStream_t stream)
 {
     MoeJob job;
-    AM_TRY(start(a, true, &job));
+    AM_TRY(start(a, true, &job, stream));
     float *const dweights = job.routes ? job.dweights : static_cast<float *>(a->dweights.data);
     AM_TRY(moe_sort_rows(job, false, stream));
     AM_TRY(run_act_grad(job, dweights, stream));
@@ -317,7 +324,7 @@ am_status backward(const am_moe_args *a, cudaStream_t stream)
 am_status route_backward(const am_moe_args *a, cudaStream_t stream)
 {
     MoeJob job;
-    AM_TRY(start(a, true, &job));
+    AM_TRY(start(a, true, &job, stream));
     AM_TRY(run_router_grad(job, static_cast<const float *>(a->dweights.data), stream));
     return given(a->dhidden) ? moe_unpermute(job, nullptr, nullptr, job.clean, a->dhidden, stream) : AM_OK;
 }
@@ -346,6 +353,7 @@ MoeJob moe_job(const am_moe_args *a, bool backward)
     t.take(job.whole, 2);
     t.take(job.split, job.splits + 1);
     t.take(job.order, job.splits);
+    t.take(job.next, kMoeNext);
     take_rows(job, t);
     if (job.routes)
         take_router(job, t);

@@ -40,11 +40,15 @@ struct MoeProduct {
     const int *offset;  /* [groups + 1] first rows, on the device */
     const int *by_size; /* [groups] groups, those with most rows first, on the device */
     int groups;
+    const int64_t *counts;    /* [groups] rows of each, on the host, where it knows them; else null */
+    bool add;                 /* TN: to what is there */
+    unsigned long long *next; /* TN: 0 on the device, for this product alone */
 };
 
 /* Kernels that make products; the first row that fits wins. */
 struct MoeProductRow {
     const char *name;
+    bool gates; /* makes act without the products in memory */
     bool (*fits)(const MoeProduct *p);
     am_status (*run)(const MoeProduct *p, cudaStream_t stream);
 };
@@ -52,6 +56,7 @@ struct MoeProductRow {
 const MoeProductRow *moe_pick(const MoeProduct *p);
 am_status moe_product(const MoeProduct *p, cudaStream_t stream);
 am_status moe_product_simple(const MoeProduct *p, cudaStream_t stream);
+am_status moe_product_lt(const MoeProduct *p, cudaStream_t stream);
 am_status moe_product_gate_sm90(const MoeProduct *p, cudaStream_t stream);
 am_status moe_product_nt_sm90(const MoeProduct *p, cudaStream_t stream);
 am_status moe_product_nn_sm90(const MoeProduct *p, cudaStream_t stream);
@@ -59,6 +64,7 @@ am_status moe_product_tn_sm90(const MoeProduct *p, cudaStream_t stream);
 am_status moe_product_tn_f32_sm90(const MoeProduct *p, cudaStream_t stream);
 
 constexpr int kMoeTokens = 128; /* that are sorted together */
+constexpr int kMoeNext = 3;     /* products that draw their work */
 
 /* Sizes, and scratch on the device. */
 struct MoeJob {
@@ -68,25 +74,26 @@ struct MoeJob {
     int blocks; /* of kMoeTokens tokens */
     int splits; /* of the tokens in the router's gradient */
 
-    int *offset;     /* [E + 1] first rows of experts */
-    int *by_size;    /* [E] */
-    int *whole;      /* [2] 0, T: all tokens as one group */
-    int *split;      /* [splits + 1] */
-    int *order;      /* [splits] 0, 1, .. */
-    int *counts;     /* [blocks, E] then first places within an expert */
-    int *token;      /* [pairs] by row */
-    int *pair;       /* [pairs] by row */
-    int *place;      /* [pairs] row of a pair, -1 without one */
-    float *partial;  /* [route_blocks, E] sums of p */
-    char *x;         /* [pairs, H] rows of hidden by expert; y afterwards */
-    char *dy;        /* [pairs, H] rows of dout by expert; dx afterwards */
-    char *products;  /* [pairs, 2I] where they are not kept, and no kernel does without */
-    char *act;       /* [pairs, I] silu(g) u; backward: dact, then times the routing weight */
-    char *dproducts; /* [pairs, 2I] */
-    float *dweights; /* [pairs] */
-    char *dlogits;   /* [T, E] */
-    char *clean;     /* [T, H] hidden with padding as 0; then the router's part of dhidden */
-    float *parts;    /* [splits, E, H] */
+    int *offset;              /* [E + 1] first rows of experts */
+    int *by_size;             /* [E] */
+    int *whole;               /* [2] 0, T: all tokens as one group */
+    int *split;               /* [splits + 1] */
+    int *order;               /* [splits] 0, 1, .. */
+    unsigned long long *next; /* [3] 0: of the products for ddown, dgate_up, drouter */
+    int *counts;              /* [blocks, E] then first places within an expert */
+    int *token;               /* [pairs] by row */
+    int *pair;                /* [pairs] by row */
+    int *place;               /* [pairs] row of a pair, -1 without one */
+    float *partial;           /* [route_blocks, E] sums of p */
+    char *x;                  /* [pairs, H] rows of hidden by expert; y afterwards */
+    char *dy;                 /* [pairs, H] rows of dout by expert; dx afterwards */
+    char *products;           /* [pairs, 2I] where they are not kept, and no kernel does without */
+    char *act;                /* [pairs, I] silu(g) u; backward: dact, then times the routing weight */
+    char *dproducts;          /* [pairs, 2I] */
+    float *dweights;          /* [pairs] */
+    char *dlogits;            /* [T, E] */
+    char *clean;              /* [T, H] hidden with padding as 0; then the router's part of dhidden */
+    float *parts;             /* [splits, E, H] */
     size_t bytes;
 };
 
@@ -101,7 +108,7 @@ am_status moe_route_grad(const MoeJob &job, const float *dweights, cudaStream_t 
 
 /* moe_sort.cu: offset, by_size, token, pair, place; load and real_rows where they are asked for. */
 am_status moe_sort_rows(const MoeJob &job, bool counts_wanted, cudaStream_t stream);
-am_status moe_groups(const MoeJob &job, cudaStream_t stream); /* whole, split, order */
+am_status moe_groups(const MoeJob &job, cudaStream_t stream); /* whole, split, order, next */
 
 /* moe_rows.cu */
 am_status moe_permute(const MoeJob &job, const am_tensor &from, char *to, cudaStream_t stream);

@@ -6,6 +6,9 @@ namespace
 
 bool always(const MoeProduct *) { return true; }
 
+/* Only who knows the rows of every group can ask for it. */
+bool has_counts(const MoeProduct *p) { return p->counts != nullptr; }
+
 /* What the copy engine and 16-byte stores take; row numbers and columns are 32 bits wide. */
 bool fits_sm90(const MoeProduct *p)
 {
@@ -35,8 +38,9 @@ am_status run_sm90(const MoeProduct *p, cudaStream_t stream)
 }
 
 const MoeProductRow rows[] = {
-    {"bf16 sm90", fits_sm90, run_sm90},
-    {"simple", always, moe_product_simple},
+    {"cublasLt", false, has_counts, moe_product_lt},
+    {"bf16 sm90", true, fits_sm90, run_sm90},
+    {"simple", false, always, moe_product_simple},
 };
 
 } // namespace

@@ -147,6 +147,11 @@ __device__ void multiply(float (&sum)[32], const Bf16Row *a, const Bf16Row *b)
     }
 }
 
+template <typename To> __device__ void put(To *to, float sum, bool add)
+{
+    rows::from_float(to, add ? rows::to_float(*to) + sum : sum);
+}
+
 template <typename T, typename To, MoeKind kKind>
 __global__ void __launch_bounds__(kThreads) moe_product_kernel(const __grid_constant__ MoeProduct p)
 {
@@ -154,7 +159,7 @@ __global__ void __launch_bounds__(kThreads) moe_product_kernel(const __grid_cons
     const int64_t columns = (p.n + kTile - 1) / kTile, place = blockIdx.x / columns;
     const int64_t column = blockIdx.x % columns * kTile;
     const Part part = kKind == MOE_TN ? part_of_group(p, place, column) : part_of_rows(p, place, column);
-    if (part.rows == 0)
+    if (part.rows == 0 || (kKind == MOE_TN && p.add && part.depth == 0))
         return;
     float sum[32] = {};
     for (int64_t k = 0; k < part.depth; k += kDepth) {
@@ -168,7 +173,7 @@ __global__ void __launch_bounds__(kThreads) moe_product_kernel(const __grid_cons
 #pragma unroll
     for (int i = 0; i < 32; i++)
         if (row_of<T>(i) < part.rows && column_of<T>(i) < part.columns)
-            rows::from_float(to + row_of<T>(i) * p.ldc + column_of<T>(i), sum[i]);
+            put(to + row_of<T>(i) * p.ldc + column_of<T>(i), sum[i], kKind == MOE_TN && p.add);
 }
 
 template <typename T, typename To, MoeKind kKind> am_status launch(const MoeProduct *p, cudaStream_t stream)

@@ -159,14 +159,16 @@ __global__ void __launch_bounds__(kThreads) moe_place_kernel(const __grid_consta
     }
 }
 
-__global__ void moe_groups_kernel(int *whole, int *split, int *order, int tokens, int splits)
+__global__ void moe_groups_kernel(int *whole, int *split, int *order, unsigned long long *next, int tokens, int splits)
 {
     const int i = threadIdx.x;
+    if (i < kMoeNext)
+        next[i] = 0;
     if (i < 2)
         whole[i] = i * tokens;
-    if (split != nullptr && i <= splits)
+    if (i <= splits)
         split[i] = static_cast<int>(static_cast<int64_t>(tokens) * i / splits);
-    if (i < splits || i == 0)
+    if (i < splits)
         order[i] = i;
 }
 
@@ -211,7 +213,8 @@ am_status moe_sort_rows(const MoeJob &job, bool counts_wanted, cudaStream_t stre
 
 am_status moe_groups(const MoeJob &job, cudaStream_t stream)
 {
-    moe_groups_kernel<<<1, 64, 0, stream>>>(job.whole, job.split, job.order, static_cast<int>(job.tokens), job.splits);
+    moe_groups_kernel<<<1, 64, 0, stream>>>(job.whole, job.split, job.order, job.next, static_cast<int>(job.tokens),
+                                            job.splits);
     AM_CUDA_LAUNCHED();
     return AM_OK;
 }
