@@ -282,6 +282,7 @@ def linear_cross_entropy_rows(
     labels: Tensor,
     num_label_tokens: Tensor | None = None,
     *,
+    vocab: int,
     ignore_index: int,
 ) -> int: ...
 def linear_cross_entropy_targets(
@@ -292,9 +293,11 @@ def linear_cross_entropy_targets(
     labels: Tensor,
     num_label_tokens: Tensor | None = None,
     *,
+    vocab: int,
     ignore_index: int,
 ) -> None: ...
 def linear_cross_entropy_chunk(stats: Tensor, logits: Tensor, targets: Tensor, *, first: int) -> None: ...
+def linear_cross_entropy_join(stats: Tensor, parts: Tensor) -> None: ...
 def linear_cross_entropy_loss(
     loss: Tensor, stats: Tensor, targets: Tensor, num_label_tokens: Tensor | None = None, *, n: int
 ) -> None: ...

@@ -15,7 +15,7 @@ from . import megatron
 from .gates import hold_gates
 from .qwen3_5 import Qwen3_5
 from .qwen3_5.experts import Experts
-from .qwen3_5.layers import MLP
+from .qwen3_5.layers import MLP, Head
 from .qwen3_5.model import RECOMPUTE, SCOPES
 from .qwen3_5.step import OnHost
 from .qwen3_5.tensor import is_split
@@ -83,7 +83,8 @@ def parallelize_qwen3_5(
     if own and async_tensor_parallel:
         model.tp.send_in_pieces()
     for module, _ in _split_modules(model):
-        module.asynchronous = async_tensor_parallel
+        if not isinstance(module, Head):
+            module.asynchronous = async_tensor_parallel
     if strategy == "megatron_fsdp":
         return megatron.shard(model, mesh, mp_policy, zero)
     gates = hold_gates(model)
@@ -99,9 +100,10 @@ def parallelize_qwen3_5(
         own_reshard = _given(reshard_after_forward=experts_reshard_after_forward)
         _shard_experts(experts, moe_mesh, **options | own_reshard)
     for module, between in _split_modules(model):
+        stays = {"reshard_after_forward": False} if isinstance(module, Head) else {}  # backward begins there
         for norm in between:
             fully_shard(norm, **options)
-        _shard_split(module, options["mesh"], **options | {"mesh": _flat(mesh, "dp", "cp")})
+        _shard_split(module, options["mesh"], **stays | options | {"mesh": _flat(mesh, "dp", "cp")})
     for unit in fsdp_units(model):
         fully_shard(unit, **options | ({"mp_policy": mp_policy} if unit is model else {}))
     if fp32_expert_grads:
@@ -173,6 +175,9 @@ def _split_modules(model):
             yield layer.self_attn, (layer.self_attn.q_norm, layer.self_attn.k_norm)
         if isinstance(layer.mlp, MLP) and is_split(layer.mlp):
             yield layer.mlp, ()
+    head = getattr(model, "lm_head", None)
+    if isinstance(head, Head) and isinstance(head.weight, DTensor):
+        yield head, ()
 
 
 def _shard_split(module, every, *, mesh, **options):

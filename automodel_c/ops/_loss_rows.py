@@ -109,10 +109,12 @@ def _operand(x):
     return x if lines or columns else x.contiguous()
 
 
-def _targets(hidden, weight, labels, count, ignore_index):
+def _targets(hidden, weight, labels, count, ignore_index, words):
     targets = _alloc.empty(hidden.shape[:1], torch.int64, hidden.device)
     divisor = _alloc.empty((), torch.int64, hidden.device)
-    _amcore.linear_cross_entropy_targets(targets, divisor, hidden, weight, labels, count, ignore_index=ignore_index)
+    _amcore.linear_cross_entropy_targets(
+        targets, divisor, hidden, weight, labels, count, vocab=words.vocab, ignore_index=ignore_index
+    )
     return targets, divisor
 
 
@@ -120,13 +122,11 @@ def _workspace(hidden):
     return _alloc.workspace(_amcore.linear_cross_entropy_product_workspace(hidden), hidden.device)
 
 
-def forward(hidden, weight, labels, count, ignore_index, layout, grad_dtype, keep):
+def forward(hidden, weight, labels, count, ignore_index, layout, grad_dtype, keep, words):
     """loss, stats [3, T], and the memory of kept logits: weight's gradient and what is beside it."""
-    targets, count = _targets(hidden, weight, labels, count, ignore_index)
+    targets, count = _targets(hidden, weight, labels, count, ignore_index, words)
     tokens, device = len(hidden), hidden.device
-    stats = _alloc.empty((3, tokens), torch.float32, device)
-    stats[0] = -torch.inf
-    stats[1] = 0.0
+    stats = words.statistics(tokens, device)
     shape, n_beside = sizes_of(layout, hidden, weight, keep)
     kept, beside = _alloc.empty(shape, grad_dtype, device), _alloc.empty((n_beside,), hidden.dtype, device)
     memory = Memory(Layout(*layout), hidden, weight, kept, beside)
@@ -138,15 +138,20 @@ def forward(hidden, weight, labels, count, ignore_index, layout, grad_dtype, kee
             if logits is None:
                 logits = memory.in_scratch(tokens, first, last)[start:stop]
             _amcore.linear_cross_entropy_product(logits, workspace, x[start:stop], w[first:last].t(), add=False)
-            _amcore.linear_cross_entropy_chunk(stats[:, start:stop], logits, targets[start:stop], first=first)
+            _amcore.linear_cross_entropy_chunk(
+                stats[:, start:stop], logits, targets[start:stop], first=words.first + first
+            )
     loss = _alloc.empty((), torch.float32, device)
-    _amcore.linear_cross_entropy_loss(loss, stats, targets, count, n=tokens)
+    own = words.join(stats)
+    _amcore.linear_cross_entropy_loss(loss, stats[:, own], targets[own], count, n=own.stop - own.start)
     return loss, stats, kept, beside
 
 
-def backward(dweight, kept, beside, dloss, hidden, weight, labels, count, stats, ignore_index, layout, need_hidden):
+def backward(
+    dweight, kept, beside, dloss, hidden, weight, labels, count, stats, ignore_index, layout, need_hidden, words
+):
     """Writes dweight, unless it is empty, and returns dhidden; `kept` may be dweight's own memory."""
-    targets, count = _targets(hidden, weight, labels, count, ignore_index)
+    targets, count = _targets(hidden, weight, labels, count, ignore_index, words)
     tokens, need_weight = len(hidden), dweight.numel() > 0
     memory = Memory(Layout(*layout), hidden, weight, kept, beside)
     memory.take_scratch(tokens)
@@ -164,16 +169,20 @@ def backward(dweight, kept, beside, dloss, hidden, weight, labels, count, stats,
                 logits = part
                 _amcore.linear_cross_entropy_product(logits, workspace, x[start:stop], w[first:last].t(), add=False)
             _amcore.linear_cross_entropy_grad(
-                part, dloss, logits, stats[:, start:stop], targets[start:stop], count, first=first
+                part, dloss, logits, stats[:, start:stop], targets[start:stop], count, first=words.first + first
             )
         if need_hidden:
             _amcore.linear_cross_entropy_product(total, workspace, dlogits, w[first:last], add=first > 0)
         if need_weight:
             _amcore.linear_cross_entropy_product(dweight[first:last], workspace, dlogits.t(), masked, add=False)
-    if need_hidden and len(weight):
-        _amcore.linear_cross_entropy_mask(dhidden, total, targets)
-    elif need_hidden:
-        dhidden.zero_()
+    if not need_hidden:
+        return dhidden
+    if not len(weight):
+        total.zero_()
+    total, own = words.add_up(total)
+    if total.shape != dhidden.shape:
+        dhidden = _alloc.empty(total.shape, hidden.dtype, hidden.device)
+    _amcore.linear_cross_entropy_mask(dhidden, total, targets[own])
     return dhidden
 
 

@@ -12,7 +12,17 @@ from automodel_c.ops import _alloc, _loss_rows
 from automodel_c.ops._library import define, require_tensors
 
 
-def linear_cross_entropy(hidden, weight, labels, *, num_label_tokens=None, ignore_index=-100, extra_bytes=1 << 30):
+def linear_cross_entropy(
+    hidden,
+    weight,
+    labels,
+    *,
+    num_label_tokens=None,
+    ignore_index=-100,
+    extra_bytes=1 << 30,
+    tp_group=None,
+    vocab_size=None,
+):
     """Mean cross-entropy of `hidden @ weight.T`, in chunks of the vocabulary: logits are never whole beside a gradient.
 
     Where weight needs a gradient, forward allocates it and keeps logits there: all of them for at most H labelled
@@ -37,16 +47,39 @@ def linear_cross_entropy(hidden, weight, labels, *, num_label_tokens=None, ignor
         extra_bytes: on CUDA, what the call may hold beyond the gradients; where that is too little, it holds the least
             that works: 32 MiB, a float32 copy of hidden and chunks of 1,024 words. More than all logits is not used.
 
+        tp_group: None, or the process group whose ranks share the words and the rows: rank r passes its own of R equal
+            parts of the rows, with their labels, and its own rows of weight, a contiguous range of the words (what is
+            over goes to the first ranks). The loss is that of its rows, over the label count of all ranks' where none
+            is given, and must be given the same gradient on every rank; hidden's gradient is that of all words,
+            weight's that of all rows. Hidden states and labels are gathered, statistics of rows exchanged once, and
+            hidden's float32 gradient summed once, in the order of ranks. Memory is as of all T rows on one rank with
+            this rank's words.
+        vocab_size: with `tp_group`, how many words its ranks have together.
+
     Returns:
         A scalar float32. 0, with gradients 0, when nothing is labelled or `num_label_tokens` is 0.
 
     Raises:
-        ValueError: shapes that disagree, a label out of range, a negative count. On CUDA, where nobody waits to look at
+        ValueError: shapes that disagree, a label out of range, a negative count, over ranks another number of words
+            than this one's, or no `vocab_size`; of one rank it is raised on all. On CUDA, where nobody waits to look at
             them, such a label makes the loss, its row's gradient and weight's NaN, and such a device count all of them.
         TypeError: another dtype. RuntimeError: a second derivative. NotImplementedError: on CUDA, cuBLASLt is nowhere.
     """
+    if _shared(tp_group):
+        from automodel_c.parallel.vocab import loss_over_ranks  # it is built on the operators
+
+        return loss_over_ranks(
+            hidden, weight, labels, num_label_tokens, ignore_index, extra_bytes, tp_group, vocab_size
+        )
     require_tensors("linear_cross_entropy", hidden=hidden, weight=weight, labels=labels)
+    if vocab_size is not None and vocab_size != len(weight):
+        raise ValueError(f"linear_cross_entropy: weight has {len(weight)} words, vocab_size is {vocab_size}")
     count = _count(num_label_tokens, "linear_cross_entropy", hidden.device)
+    return _linear(hidden, weight, labels, count, ignore_index, *_kept(hidden, weight, extra_bytes))[0]
+
+
+def _kept(hidden, weight, extra_bytes):
+    """(keep, layout, wide): whether logits are kept for backward, where by row, and a float32 gradient of weight."""
     keep = torch.is_grad_enabled() and not torch.compiler.is_compiling()
     layout, wide = [], False
     if _by_rows(hidden) and hidden.dim() == weight.dim() == 2:
@@ -56,7 +89,44 @@ def linear_cross_entropy(hidden, weight, labels, *, num_label_tokens=None, ignor
         layout = list(_loss_rows.layout_of(hidden, weight, grad_dtype, keep, needs, extra_bytes))
     else:
         keep = keep and weight.requires_grad
-    return _linear(hidden, weight, labels, count, ignore_index, keep, layout, wide)[0]
+    return keep, layout, wide
+
+
+def _shared(tp_group):
+    """Whether ranks share the words."""
+    if tp_group is None:
+        return False
+    if not (torch.distributed.is_available() and isinstance(tp_group, torch.distributed.ProcessGroup)):
+        raise TypeError(
+            f"linear_cross_entropy: tp_group must be a process group or None, not {type(tp_group).__name__}"
+        )
+    return tp_group.size() > 1
+
+
+class Words:
+    """Which words weight's rows are: `held` of the `vocab`, from `first` on; on one rank all. `parallel.vocab` has
+    those of ranks that share them."""
+
+    shared = False
+
+    def __init__(self, vocab):
+        self.first, self.held, self.vocab = 0, vocab, vocab
+
+    def statistics(self, tokens, device):
+        """float32 [3, tokens] that chunks of logits are joined to."""
+        stats = _alloc.empty((3, tokens), torch.float32, device)
+        stats[0] = -torch.inf
+        stats[1] = 0.0
+        return stats
+
+    def join(self, stats, rows=None):
+        """Makes statistics of all words' in place; the slice of the columns whose loss is this rank's. rows: int64 [n],
+        which of the T rows the first n columns are, None where they are all."""
+        return slice(0, stats.shape[1] if rows is None else len(rows))
+
+    def add_up(self, total):
+        """hidden's gradient [T, H] of these words -> (of all words, of this rank's rows, the slice of these)."""
+        return total, slice(0, len(total))
 
 
 def _by_rows(hidden):
@@ -184,10 +254,12 @@ def _view(memory, n, first, last):
     return memory[: n * (last - first)].view(n, last - first)
 
 
-def _labelled(hidden, weight, labels, count, ignore_index):
+def _labelled(hidden, weight, labels, count, ignore_index, words):
     """Rows that have a label: their indices [n], labels [T] (the first n count) and hidden states [n, H]."""
     rows, targets = (_alloc.empty(hidden.shape[:1], torch.int64, hidden.device) for _ in range(2))
-    n = _amcore.linear_cross_entropy_rows(rows, targets, hidden, weight, labels, count, ignore_index=ignore_index)
+    n = _amcore.linear_cross_entropy_rows(
+        rows, targets, hidden, weight, labels, count, vocab=words.vocab, ignore_index=ignore_index
+    )
     return rows[:n], targets, hidden if n == len(hidden) else hidden.index_select(0, rows[:n])
 
 
@@ -196,14 +268,13 @@ def _product(out, workspace, left, right, add=False):
     _amcore.linear_cross_entropy_product(out, workspace, left, right, add=add)
 
 
-def _linear_forward(hidden, weight, labels, count, ignore_index, keep, layout, wide):
+def _linear_forward(hidden, weight, labels, count, ignore_index, keep, layout, wide, words=None):
+    words = words or Words(len(weight))
     if layout:
         dtype = _grad_dtype(weight, wide)
-        return _loss_rows.forward(hidden, weight, labels, count, ignore_index, layout, dtype, keep)
-    rows, targets, x = _labelled(hidden, weight, labels, count, ignore_index)
-    stats = _alloc.empty((3, len(hidden)), torch.float32, hidden.device)
-    stats[0] = -torch.inf
-    stats[1] = 0.0
+        return _loss_rows.forward(hidden, weight, labels, count, ignore_index, layout, dtype, keep, words)
+    rows, targets, x = _labelled(hidden, weight, labels, count, ignore_index, words)
+    stats = words.statistics(len(hidden), hidden.device)
     kept = _alloc.empty(weight.shape if keep else (0,), weight.dtype, weight.device)
     chunks, scratch, workspace = _chunks(len(weight), x)
     for first, last in chunks:
@@ -211,9 +282,10 @@ def _linear_forward(hidden, weight, labels, count, ignore_index, keep, layout, w
         if logits is None:
             logits = _view(scratch, len(x), first, last)
         _product(logits, workspace, x, weight[first:last].t())
-        _amcore.linear_cross_entropy_chunk(stats, logits, targets, first=first)
+        _amcore.linear_cross_entropy_chunk(stats, logits, targets, first=words.first + first)
     loss = _alloc.empty((), torch.float32, hidden.device)
-    _amcore.linear_cross_entropy_loss(loss, stats, targets, count, n=len(rows))
+    own = words.join(stats, rows)
+    _amcore.linear_cross_entropy_loss(loss, stats[:, own], targets[own], count, n=own.stop - own.start)
     return loss, stats, kept, _alloc.empty((0,), hidden.dtype, hidden.device)
 
 
@@ -227,13 +299,15 @@ def _linear_gradients(
     return _gradients(dweight, none, none, *tensors, ignore_index, need_hidden, layout), dweight
 
 
-def _gradients(dweight, kept, beside, dloss, hidden, weight, labels, count, stats, ignore_index, need_hidden, layout):
+def _gradients(
+    dweight, kept, beside, dloss, hidden, weight, labels, count, stats, ignore_index, need_hidden, layout, words=None
+):
     """Writes dweight, unless it is empty, and returns dhidden; `kept` may be dweight's own memory."""
+    words = words or Words(len(weight))
     if layout:
         tensors = (dloss, hidden, weight, labels, count, stats)
-        return _loss_rows.backward(dweight, kept, beside, *tensors, ignore_index, layout, need_hidden)
-    rows, targets, x = _labelled(hidden, weight, labels, count, ignore_index)
-    dhidden = _alloc.empty(hidden.shape if need_hidden else (0,), hidden.dtype, hidden.device)
+        return _loss_rows.backward(dweight, kept, beside, *tensors, ignore_index, layout, need_hidden, words)
+    rows, targets, x = _labelled(hidden, weight, labels, count, ignore_index, words)
     total = _alloc.empty(x.shape, torch.float32, x.device) if need_hidden else None
     chunks, scratch, workspace = _chunks(len(weight), x)
     for first, last in chunks:
@@ -242,14 +316,24 @@ def _gradients(dweight, kept, beside, dloss, hidden, weight, labels, count, stat
         if logits is None:
             logits = dlogits
             _product(logits, workspace, x, weight[first:last].t())
-        _amcore.linear_cross_entropy_grad(dlogits, dloss, logits, stats, targets, count, first=first)
+        _amcore.linear_cross_entropy_grad(dlogits, dloss, logits, stats, targets, count, first=words.first + first)
         if dweight.numel():
             _product(dweight[first:last], workspace, dlogits.t(), x)
         if need_hidden:
             _product(total, workspace, dlogits, weight[first:last], add=first > 0)
-    if need_hidden:
-        _amcore.linear_cross_entropy_scatter(dhidden, total, rows)
-    return dhidden
+    return _home(total, rows, hidden, words) if need_hidden else _alloc.empty((0,), hidden.dtype, hidden.device)
+
+
+def _home(total, rows, hidden, words):
+    """hidden's gradient, of that of labelled rows, `total` [n, H]."""
+    if not words.held:
+        total.zero_()
+    dhidden = _alloc.empty(hidden.shape, torch.float32 if words.shared else hidden.dtype, hidden.device)
+    _amcore.linear_cross_entropy_scatter(dhidden, total, rows)
+    if not words.shared:
+        return dhidden
+    total, _ = words.add_up(dhidden)
+    return _alloc.empty(total.shape, hidden.dtype, hidden.device).copy_(total)
 
 
 def _linear_setup(ctx, inputs, output):

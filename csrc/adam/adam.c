@@ -1,10 +1,10 @@
 #include "adam.h"
 
 #include <math.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "am_bf16.h"
+#include "am_block.h"
 #include "am_cpu.h"
 #include "am_pool.h"
 #include "flat.h"
@@ -279,7 +279,7 @@ static void count_steps(const am_tensor_list *steps)
 static am_status cpu_step(const am_adam_args *a)
 {
     const int64_t n = a->params.n;
-    adam_work work = {.a = a, .begin = malloc((size_t)(n + 1) * (sizeof *work.begin + sizeof *work.coef))};
+    adam_work work = {.a = a, .begin = am_block_take((size_t)(n + 1) * (sizeof *work.begin + sizeof *work.coef))};
     AM_CHECK(work.begin != NULL, AM_ERR_NOMEM, "adam_step: no memory for a table of %lld tensors", (long long)n);
     work.coef = (adam_coef *)(work.begin + n + 1);
     const am_status st = fill_groups(&work);
@@ -288,7 +288,7 @@ static am_status cpu_step(const am_adam_args *a)
         count_steps(&a->steps);
         am_parallel_for(work.begin[n], ADAM_GRAIN, run_range, &work);
     }
-    free(work.begin);
+    am_block_give(work.begin);
     return st;
 }
 

@@ -1,7 +1,8 @@
 #include "flat.h"
 
-#include <stdlib.h>
 #include <string.h>
+
+#include "am_block.h"
 
 void am_flat_begin(const am_tensor_list *list, int64_t *begin)
 {
@@ -111,10 +112,10 @@ am_status am_check_disjoint(const char *fname, const am_named_list *lists, int n
         insertion_sort(few, n);
         return sweep(fname, lists, few, n);
     }
-    span *const s = malloc(2 * (size_t)most * sizeof *s);
+    span *const s = am_block_take(2 * (size_t)most * sizeof *s);
     AM_CHECK(s != NULL, AM_ERR_NOMEM, "%s: no memory to check %lld tensors", fname, (long long)most);
     const int64_t n = collect(lists, n_lists, s);
     const am_status st = sweep(fname, lists, radix_sort(s, s + most, n), n);
-    free(s);
+    am_block_give(s);
     return st;
 }

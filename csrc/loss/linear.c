@@ -1,7 +1,9 @@
 #include "loss.h"
 
+#include <math.h>
 #include <string.h>
 
+#include "am_math.h"
 #include "am_pool.h"
 #include "loss_rows.h"
 
@@ -11,6 +13,7 @@ static const char *const fn = "linear_cross_entropy";
 #ifndef AM_WITH_CUDA
 #define am_cuda_lce_targets(a, ex) am_no_cuda(fn)
 #define am_cuda_lce_chunk(a, ex) am_no_cuda(fn)
+#define am_cuda_lce_join(a, ex) am_no_cuda(fn)
 #define am_cuda_lce_loss(a, ex) am_no_cuda(fn)
 #define am_cuda_lce_grad(a, ex) am_no_cuda(fn)
 #define am_cuda_lce_mask(a, ex) am_no_cuda(fn)
@@ -24,8 +27,10 @@ static am_status check_layer(am_lce_rows_args *a, const am_exec *ex)
              am_dtype_name(a->weight.dtype), am_dtype_name(a->hidden.dtype));
     AM_CHECK(a->weight.shape[1] == a->hidden.shape[1], AM_ERR_SHAPE, "%s: weight has %lld columns, hidden has %lld", fn,
              (long long)a->weight.shape[1], (long long)a->hidden.shape[1]);
+    AM_CHECK(a->vocab >= a->weight.shape[0], AM_ERR_ARG, "%s: weight has %lld words of %lld", fn,
+             (long long)a->weight.shape[0], (long long)a->vocab);
     AM_TRY(am_loss_check_count(fn, &a->num_label_tokens, ex));
-    return am_loss_check_labels(fn, &a->labels, a->hidden.shape[0], a->weight.shape[0], a->ignore_index, &a->n, ex);
+    return am_loss_check_labels(fn, &a->labels, a->hidden.shape[0], a->vocab, a->ignore_index, &a->n, ex);
 }
 
 static am_status check_targets(const am_tensor *targets, int64_t n)
@@ -115,6 +120,43 @@ am_status am_lce_chunk(am_lce_chunk_args *a, const am_exec *ex)
     if (ex->dev != AM_DEV_CPU)
         return am_cuda_lce_chunk(a, ex);
     am_parallel_for(a->logits.shape[0], GRAIN, chunk_rows, a);
+    return AM_OK;
+}
+
+static void join_rows(int64_t begin, int64_t end, void *ctx)
+{
+    const am_lce_join_args *const a = ctx;
+    const int64_t ranks = a->parts.shape[0], tokens = a->parts.shape[2], stride = a->stats.stride[0];
+    for (int64_t t = begin; t < end; t++) {
+        const float *const parts = (const float *)a->parts.data + t;
+        float *const stats = (float *)a->stats.data + t;
+        float top = -INFINITY, sum = 0.0f, logit = 0.0f;
+        for (int64_t r = 0; r < ranks; r++)
+            top = parts[3 * r * tokens] > top ? parts[3 * r * tokens] : top;
+        for (int64_t r = 0; r < ranks; r++) {
+            const float *const part = parts + 3 * r * tokens;
+            sum += top == -INFINITY ? part[tokens] : part[tokens] * am_expf(part[0] - top);
+            logit += part[2 * tokens];
+        }
+        stats[0] = top;
+        stats[stride] = sum;
+        stats[2 * stride] = logit;
+    }
+}
+
+am_status am_lce_join(am_lce_join_args *a, const am_exec *ex)
+{
+    AM_CHECK(a->parts.dtype == AM_F32 && a->parts.ndim == 3 && a->parts.shape[1] == 3 && am_is_contiguous(&a->parts),
+             AM_ERR_ARG, "%s: parts must be contiguous float32 [R, 3, T]", fn);
+    AM_CHECK(a->stats.dtype == AM_F32 && a->stats.ndim == 2 && a->stats.shape[0] == 3 &&
+                 a->stats.shape[1] == a->parts.shape[2] && (a->stats.stride[1] == 1 || a->stats.shape[1] <= 1),
+             AM_ERR_ARG, "%s: stats must be float32 [3, %lld], its last axis contiguous", fn,
+             (long long)a->parts.shape[2]);
+    if (a->parts.shape[2] == 0)
+        return AM_OK;
+    if (ex->dev != AM_DEV_CPU)
+        return am_cuda_lce_join(a, ex);
+    am_parallel_for(a->parts.shape[2], 64 * GRAIN, join_rows, a);
     return AM_OK;
 }
 

@@ -16,6 +16,9 @@
  *
  * Which rows have a label the host knows on the CPU alone (_rows, _scatter). Elsewhere all T go through, targets say on
  * the device which are ignored (_targets), and these are made 0 where they are an operand (_mask).
+ *
+ * Where ranks share the words, each has every row and runs over the chunks of its own weight; _join makes the
+ * statistics of all words of the ranks' before the loss and the gradients.
  */
 #ifndef AM_LOSS_H
 #define AM_LOSS_H
@@ -51,9 +54,10 @@ typedef struct am_lce_rows_args {
     am_tensor count;   /* [] i64 out (_targets): num_label_tokens, or the number of labels */
     int64_t n;         /* out (_rows) */
     am_tensor hidden;  /* [T, H] f32 or bf16 */
-    am_tensor weight;  /* [V, H] hidden's dtype */
+    am_tensor weight;  /* [Vr, H] hidden's dtype: all V words, or a rank's */
     am_tensor labels;  /* [T] in */
     am_tensor num_label_tokens;
+    int64_t vocab; /* V */
     int64_t ignore_index;
 } am_lce_rows_args;
 
@@ -72,7 +76,14 @@ typedef struct am_lce_chunk_args {
 
 am_status am_lce_rows(am_lce_rows_args *a, const am_exec *ex);
 am_status am_lce_targets(am_lce_rows_args *a, const am_exec *ex);
+/* Statistics of ranks that share the words, joined in the order of ranks, so that all of them have the same bits. */
+typedef struct am_lce_join_args {
+    am_tensor stats; /* [3, T] f32 out, as am_lce_chunk_args has them */
+    am_tensor parts; /* [R, 3, T] f32 in, contiguous; the logit of a label that is no word of a rank's is 0 there */
+} am_lce_join_args;
+
 am_status am_lce_chunk(am_lce_chunk_args *a, const am_exec *ex);
+am_status am_lce_join(am_lce_join_args *a, const am_exec *ex);
 am_status am_lce_loss(am_lce_chunk_args *a, const am_exec *ex);
 am_status am_lce_grad(am_lce_chunk_args *a, const am_exec *ex);
 
@@ -114,6 +125,7 @@ am_status am_cuda_cross_entropy_forward(const am_cross_entropy_args *a, const am
 am_status am_cuda_cross_entropy_backward(const am_cross_entropy_args *a, const am_exec *ex);
 am_status am_cuda_lce_targets(const am_lce_rows_args *a, const am_exec *ex);
 am_status am_cuda_lce_chunk(const am_lce_chunk_args *a, const am_exec *ex);
+am_status am_cuda_lce_join(const am_lce_join_args *a, const am_exec *ex);
 am_status am_cuda_lce_loss(const am_lce_chunk_args *a, const am_exec *ex);
 am_status am_cuda_lce_grad(const am_lce_chunk_args *a, const am_exec *ex);
 am_status am_cuda_lce_mask(const am_lce_mask_args *a, const am_exec *ex);

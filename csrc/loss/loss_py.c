@@ -21,13 +21,15 @@ AM_PY_OP(cross_entropy_backward, am_cross_entropy_backward, am_cross_entropy_arg
 AM_PY_OP_RESULT(linear_cross_entropy_rows, am_lce_rows, am_lce_rows_args, rows_result, {"rows", AM_PY_OUT, &a.rows},
                 {"targets", AM_PY_OUT, &a.targets}, {"hidden", AM_PY_IN, &a.hidden}, {"weight", AM_PY_IN, &a.weight},
                 {"labels", AM_PY_IN, &a.labels}, {"|num_label_tokens", AM_PY_IN, &a.num_label_tokens},
-                {"$ignore_index", AM_PY_I64, &a.ignore_index})
+                {"$vocab", AM_PY_I64, &a.vocab}, {"$ignore_index", AM_PY_I64, &a.ignore_index})
 AM_PY_OP(linear_cross_entropy_targets, am_lce_targets, am_lce_rows_args, {"targets", AM_PY_OUT, &a.targets},
          {"count", AM_PY_OUT, &a.count}, {"hidden", AM_PY_IN, &a.hidden}, {"weight", AM_PY_IN, &a.weight},
          {"labels", AM_PY_IN, &a.labels}, {"|num_label_tokens", AM_PY_IN, &a.num_label_tokens},
-         {"$ignore_index", AM_PY_I64, &a.ignore_index})
+         {"$vocab", AM_PY_I64, &a.vocab}, {"$ignore_index", AM_PY_I64, &a.ignore_index})
 AM_PY_OP(linear_cross_entropy_chunk, am_lce_chunk, am_lce_chunk_args, {"stats", AM_PY_OUT, &a.stats},
          {"logits", AM_PY_IN, &a.logits}, {"targets", AM_PY_IN, &a.targets}, {"$first", AM_PY_I64, &a.first})
+AM_PY_OP(linear_cross_entropy_join, am_lce_join, am_lce_join_args, {"stats", AM_PY_OUT, &a.stats},
+         {"parts", AM_PY_IN, &a.parts})
 AM_PY_OP(linear_cross_entropy_loss, am_lce_loss, am_lce_chunk_args, {"loss", AM_PY_OUT, &a.loss},
          {"stats", AM_PY_IN, &a.stats}, {"targets", AM_PY_IN, &a.targets},
          {"|num_label_tokens", AM_PY_IN, &a.num_label_tokens}, {"$n", AM_PY_I64, &a.n})
@@ -55,17 +57,23 @@ PyMethodDef am_loss_methods[] = {
         cross_entropy_backward,
         "cross_entropy_backward(dlogits, dloss, logits, labels, num_label_tokens=None, stats=None, *, chunk_len, "
         "ignore_index)\n--\n\nGradient of cross_entropy_forward, on the CPU from the logits alone."),
-    AM_PY_METHOD(linear_cross_entropy_rows,
-                 "linear_cross_entropy_rows(rows, targets, hidden, weight, labels, num_label_tokens=None, *, "
-                 "ignore_index)\n--\n\nChecks a linear_cross_entropy's arguments, lists the rows that have a label and "
-                 "those labels, and returns how many."),
-    AM_PY_METHOD(linear_cross_entropy_targets,
-                 "linear_cross_entropy_targets(targets, count, hidden, weight, labels, num_label_tokens=None, *, "
-                 "ignore_index)\n--\n\nChecks the same and leaves every row's label where the tensors are: -1 for "
-                 "ignore_index, -2 for one out of range; and the count."),
+    AM_PY_METHOD(
+        linear_cross_entropy_rows,
+        "linear_cross_entropy_rows(rows, targets, hidden, weight, labels, num_label_tokens=None, *, "
+        "vocab, ignore_index)\n--\n\nChecks a linear_cross_entropy's arguments, lists the rows that have a label "
+        "and those labels, in [0, vocab), and returns how many."),
+    AM_PY_METHOD(
+        linear_cross_entropy_targets,
+        "linear_cross_entropy_targets(targets, count, hidden, weight, labels, num_label_tokens=None, *, "
+        "vocab, ignore_index)\n--\n\nChecks the same and leaves every row's label where the tensors are: -1 for "
+        "ignore_index, -2 for one out of range; and the count."),
     AM_PY_METHOD(linear_cross_entropy_chunk,
                  "linear_cross_entropy_chunk(stats, logits, targets, *, first)\n--\n\nJoins one chunk of logits [n, "
                  "Vc] to stats [3, T]: running maximum, sum of exponentials, logit of the label."),
+    AM_PY_METHOD(
+        linear_cross_entropy_join,
+        "linear_cross_entropy_join(stats, parts)\n--\n\nStatistics [3, T] of all words from those of ranks that "
+        "share them, [R, 3, T]."),
     AM_PY_METHOD(
         linear_cross_entropy_loss,
         "linear_cross_entropy_loss(loss, stats, targets, num_label_tokens=None, *, n)\n--\n\nThe loss of n rows."),

@@ -1,9 +1,9 @@
 /* py_args.c -- from Python arguments to the fields of an args struct, by table. */
 #include "am_py.h"
 
-#include <stdlib.h>
 #include <string.h>
 
+#include "am_block.h"
 #include "dlpack_abi.h"
 
 struct am_py_hold { /* either memory of our own behind the header, or a producer's managed tensor */
@@ -15,7 +15,7 @@ struct am_py_hold { /* either memory of our own behind the header, or a producer
 
 static am_py_hold *hold_new(am_py_call *call, size_t extra)
 {
-    am_py_hold *h = extra > SIZE_MAX - sizeof *h ? NULL : malloc(sizeof *h + extra);
+    am_py_hold *h = extra > SIZE_MAX - sizeof *h ? NULL : am_block_take(sizeof *h + extra);
     if (h == NULL) {
         PyErr_NoMemory();
         return NULL;
@@ -73,7 +73,7 @@ void am_py_release(am_py_call *call)
             PyErr_Restore(type, value, trace);
         }
         Py_XDECREF(h->object);
-        free(h);
+        am_block_give(h);
     }
 }
 
@@ -175,6 +175,21 @@ static void put_index(char *at, Py_ssize_t i)
         at[--digits] = (char)('0' + i % 10);
 }
 
+enum { AHEAD = 16 }; /* tensors of a long list that are not in the cache are read one after another */
+
+/* A hint and no more: `soon`, of a type with an exchange table, has a pointer to what it wraps behind its header. */
+static void prefetch(const am_py_call *call, PyObject *later, PyObject *soon)
+{
+    const am_py_state *const state = PyModule_GetState(call->module);
+    __builtin_prefetch(later);
+    if (state->last_api == NULL || (PyObject *)Py_TYPE(soon) != state->last_type)
+        return;
+    const char *wrapped;
+    memcpy(&wrapped, (const char *)soon + sizeof(PyObject), sizeof wrapped);
+    for (int line = 0; line < 4; line++)
+        __builtin_prefetch((const void *)((uintptr_t)wrapped + 64 * (uintptr_t)line));
+}
+
 static int parse_list(am_py_call *call, PyObject *obj, const char *name, int writable, am_tensor_list *out)
 {
     if (!PyList_Check(obj) && !PyTuple_Check(obj))
@@ -200,6 +215,8 @@ static int parse_list(am_py_call *call, PyObject *obj, const char *name, int wri
     for (Py_ssize_t i = 0; i < n; i++) {
         if (list != NULL && PyList_GetItem(list, i) == NULL)
             return -1; /* shorter by now */
+        if (i + AHEAD < n)
+            prefetch(call, PyTuple_GetItem(obj, i + AHEAD), PyTuple_GetItem(obj, i + AHEAD / 2));
         put_index(index, i);
         if (am_py_tensor(call, PyTuple_GetItem(obj, i), indexed, writable, &out->items[i]) < 0)
             return -1;

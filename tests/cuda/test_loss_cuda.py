@@ -6,12 +6,15 @@ import pytest
 import torch
 
 import automodel_c as amc
+from automodel_c import _amcore
 from automodel_c.ops import _loss_rows
 from automodel_c.reference import loss as reference
 from tests.cuda import device
 from tests.cuda.device import on_cuda, same_bits
 from tests.numerics import assert_as_good_as, draws_for, pool
 from tests.ops.test_loss import naive, naive_linear, problem, run
+from tests.parallel import test_vocab, vocab_worker
+from tests.ranks import RankPool
 
 pytestmark = pytest.mark.cuda
 
@@ -358,3 +361,31 @@ def test_other_devices_and_dtypes_are_refused():
         cross_entropy(x, x[:, 0])
     with pytest.raises(ValueError, match="labels has 1 elements for 2 rows"):
         linear_cross_entropy(x, x, labels[:1])
+
+
+def test_join_has_the_cpus_numbers(seed):
+    parts = torch.randn(5, 3, 1000)
+    parts[:, 1] = parts[:, 1].exp()
+    parts[2] = torch.tensor([[-torch.inf], [0.0], [0.0]])
+    parts[:, 0, 7], parts[:, 1, 8] = -torch.inf, torch.nan
+    here, there = torch.empty(3, 1000), torch.empty(3, 1010, device="cuda")[:, 5:1005]
+    _amcore.linear_cross_entropy_join(here, parts)
+    _amcore.linear_cross_entropy_join(there, parts.cuda())
+    torch.testing.assert_close(there.cpu(), here, rtol=1e-6, atol=1e-6, equal_nan=True)
+    assert here[1, 8].isnan() and here[0, 7] == -torch.inf
+
+
+@DTYPES
+@pytest.mark.parametrize("way", ["nccl", "gloo"])
+@pytest.mark.parametrize(("rows", "vocab", "size"), [(96, 5001, 64), (8, 3, 16)], ids=["uneven", "few-words"])
+def test_ranks_that_share_the_words(seed, way, rows, vocab, size, dtype, plain_memory):
+    """By NCCL with a GPU each, where there are two; by gloo, through the host, both on one."""
+    if way == "nccl" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs: NCCL takes no two ranks on one")
+    draws = [vocab_worker.problem(seed + i, rows, vocab, size, dtype) for i in range(4)]
+    pool = RankPool(2, way, "cuda")
+    try:
+        results = pool.run(vocab_worker.step, draws)
+    finally:
+        pool.close()
+    test_vocab.judge("cuda", test_vocab.joined(results), draws)

@@ -340,9 +340,10 @@ def loss_calls():
     yield from variants(
         "linear_cross_entropy_rows",
         [pair, pair, lambda: numbers(2, 3), lambda: numbers(4, 3), integers(1, -100), None],
-        {"ignore_index": -100},
+        {"vocab": 4, "ignore_index": -100},
         [
             ("shape", ValueError, 3, m),
+            ("words", ValueError, "vocab", 3),
             ("label", ValueError, 4, integers(0, 4)),
             ("dtype", TypeError, 4, lambda: numbers(2)),
         ],
@@ -350,11 +351,14 @@ def loss_calls():
     yield from variants(
         "linear_cross_entropy_targets",
         [pair, lambda: torch.zeros((), dtype=torch.int64), lambda: numbers(2, 3), lambda: numbers(4, 3), pair, None],
-        {"ignore_index": -100},
+        {"vocab": 4, "ignore_index": -100},
         [("label", ValueError, 4, integers(0, 4)), ("count", ValueError, 1, scalar)],
     )
     stats = lambda: numbers(3, 2)  # noqa: E731
     yield from variants("linear_cross_entropy_chunk", [stats, m, pair], {"first": 0}, [("shape", ValueError, 0, m)])
+    yield from variants(
+        "linear_cross_entropy_join", [stats, lambda: numbers(2, 3, 2)], {}, [("parts", ValueError, 1, stats)]
+    )
     yield from variants("linear_cross_entropy_loss", [scalar, stats, pair, None], {"n": 2}, [("n", ValueError, "n", 3)])
     yield from variants(
         "linear_cross_entropy_grad", [m, scalar, m, stats, pair, None], {"first": 0}, [("dtype", TypeError, 1, pair)]

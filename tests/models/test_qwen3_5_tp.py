@@ -11,11 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from automodel_c.models.qwen3_5.config import read_config
+from automodel_c.models.qwen3_5.tensor import head_style, plan_of
+from automodel_c.parallel import TensorParallel
 from tests.models import cp_worker, packs
 from tests.models import tp_worker as worker
 from tests.models.test_qwen3_5_cp import label_count, one_rank, plain, truth  # noqa: F401
 from tests.models.test_qwen3_5_ep import check_unused, norms_of
 from tests.numerics import assert_as_good_as, ulp_of
+from tests.patch import models
 
 CHOSEN = ("text", "clips", "tiny", "padding")  # the packs of a global batch
 # model, (dp, cp, tp), how many of all ranks share experts
@@ -102,10 +106,10 @@ def test_where_weights_lie(rank_pools):
     names = {key: {name.rsplit(".", 2)[-2] for name in of} for key, of in found.items()}
     assert {mesh for _, mesh in names} == {4}
     rows = names.pop(("(_StridedShard(dim=0, sf=2), Shard(dim=0))", 4))
-    assert rows == {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
+    assert rows == {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head"}
     assert names.pop(("(Shard(dim=0), Shard(dim=1))", 4)) == {"o_proj", "down_proj"}
     ((placements, rest),) = names.items()
-    assert placements == ("(Shard(dim=0),)", 4) and {"q_norm", "in_proj_qkv", "embed_tokens", "lm_head"} <= rest
+    assert placements == ("(Shard(dim=0),)", 4) and {"q_norm", "in_proj_qkv", "embed_tokens"} <= rest
 
 
 def test_what_cannot_be_split_is_refused(ranks):
@@ -119,6 +123,8 @@ def test_what_cannot_be_split_is_refused(ranks):
         ("qwen3_5", {}, {"tp_plan": {plan: "replicated"}}),
         ("qwen3_5", {}, {"tp_plan": {"layers.*.linear_attn.out_proj": "rowwise"}}),
         ("qwen3_5_moe", {}, {"tp_plan": {"layers.*.mlp.experts": "moe_tp_experts"}}),
+        ("qwen3_5", {}, {"tp_plan": {"lm_head": "rowwise"}}),
+        ("qwen3_5", {"vocab_size": 257}, {"tp_plan": {"lm_head": "colwise"}}),
     ]
     for messages in ranks.run(worker.refused, calls):
         expected = [
@@ -130,6 +136,8 @@ def test_what_cannot_be_split_is_refused(ranks):
             "ValueError: tp_plan: weights of mlp are split together or not at all, found {'gate_proj': 'colwise'",
             "ValueError: tp_plan: layers.*.linear_attn.out_proj is 'rowwise'; it may be whole",
             "ValueError: unknown key tp_plan.layers.*.mlp.experts",
+            "ValueError: tp_plan: lm_head is 'rowwise'; it may be 'colwise', or whole",
+            "ValueError: load: vocab_size is 257, no multiple of the 2 ranks of tp",
             "NotImplementedError: load: pp=PipelineParallel(rank=0, ranks=2, chunks=1): tie_word_embeddings is True",
             "ValueError: load: 4 layers cannot be cut into 5 stages of a pipeline",
             "NotImplementedError: load: pp=2: this model runs on one rank of pp so far",
@@ -142,9 +150,18 @@ def test_what_cannot_be_split_is_refused(ranks):
             assert message is not None and message.startswith(words), (message, words)
 
 
-def test_a_plan_that_splits_attention_alone(ranks):
-    """Its MLPs are whole, and their gradients parts."""
-    plan = {f"layers.*.mlp.{name}_proj": "replicated" for name in ("gate", "up", "down")}
+def test_a_head_that_is_the_embedding_stays_whole():
+    text = read_config(models.config("qwen3_5")).text
+    assert plan_of(text, None, head_style(True, 256, TensorParallel()))["lm_head"] == "replicated"
+    assert plan_of(text, None, head_style(False, 256, TensorParallel()))["lm_head"] == "colwise"
+    with pytest.raises(ValueError, match="tp_plan: lm_head is 'colwise'; it may be whole"):
+        plan_of(text, {"lm_head": "colwise"}, None)
+
+
+@pytest.mark.parametrize("head", ["colwise", "replicated"])
+def test_a_plan_that_splits_attention_alone(ranks, head):
+    """Its MLPs are whole, and perhaps its head, and their gradients parts."""
+    plan = {f"layers.*.mlp.{name}_proj": "replicated" for name in ("gate", "up", "down")} | {"lm_head": head}
     found = ranks.run(worker.steps, "dense", [0], (1, 1, 2), 1, ("clips",), label_count(("clips",)), tp_plan=plan)
     for key, value in found[0][0][0].items():
         close(value, one_rank("dense", 0, "clips")[0][key], key)

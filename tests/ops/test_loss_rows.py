@@ -92,11 +92,37 @@ def test_memory_is_within_its_bound(monkeypatch):
         assert extra - used < 2 * (tokens - layout.in_grad) * layout.width or tokens == layout.in_grad
 
 
+def test_join_of_ranks(seed):
+    """Statistics of four ranks, one of which has no words and one only infinities, are those of all words."""
+    logits = 5.0 * torch.randn(7, 90)
+    logits[:, 60:] = -torch.inf
+    logits[6] = -torch.inf
+    targets = torch.randint(0, 60, (7,))
+    whole, parts = torch.empty(3, 7), torch.empty(4, 3, 7)
+    for out, first, end in (
+        (whole, 0, 90),
+        (parts[0], 0, 30),
+        (parts[1], 30, 30),
+        (parts[2], 30, 60),
+        (parts[3], 60, 90),
+    ):
+        out.copy_(torch.tensor([[-torch.inf], [0.0], [0.0]]).expand(3, 7))
+        _amcore.linear_cross_entropy_chunk(out, logits[:, first:end].contiguous(), targets, first=first)
+    found = torch.full((3, 9), torch.nan)[:, 1:8]
+    _amcore.linear_cross_entropy_join(found, parts)
+    assert torch.equal(found[0], whole[0]) and torch.equal(found[2], whole[2])
+    torch.testing.assert_close(found[1], whole[1], rtol=1e-6, atol=0, equal_nan=True)
+    with pytest.raises(ValueError, match=r"stats must be float32 \[3, 7\]"):
+        _amcore.linear_cross_entropy_join(found[:, :6], parts)
+    with pytest.raises(ValueError, match="parts must be contiguous float32"):
+        _amcore.linear_cross_entropy_join(found, parts[:, :2])
+
+
 def test_mask_and_targets():
     labels = torch.tensor([3, -100, 0], dtype=torch.int32)
     targets, count = torch.empty(3, dtype=torch.int64), torch.empty((), dtype=torch.int64)
     hidden, weight = torch.ones(3, 2), torch.zeros(4, 2)
-    _amcore.linear_cross_entropy_targets(targets, count, hidden, weight, labels, ignore_index=-100)
+    _amcore.linear_cross_entropy_targets(targets, count, hidden, weight, labels, vocab=4, ignore_index=-100)
     assert targets.tolist() == [3, -1, 0] and count == 2
     out = torch.empty(3, 2, dtype=torch.bfloat16)
     _amcore.linear_cross_entropy_mask(out, hidden, targets)

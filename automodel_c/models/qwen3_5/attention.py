@@ -39,9 +39,8 @@ class Attention(nn.Module):
         return self.o_proj(self.tp.own(out))
 
     def _normed_and_turned(self, q, k, positions):
-        # in one pass on GPUs as well, once its kernel has run there: it was compiled and emulated. Where ranks of tp
-        # split the heads the norms are FSDP2 units of their own, which gather when they are called
-        if q.is_cuda or is_split(self):
+        # where ranks of tp split the heads the norms are FSDP2 units of their own, which gather when they are called
+        if is_split(self):
             return ops.mrope(self.q_norm(q), self.k_norm(k), positions, **self.rope)
         weights = self.q_norm.weight, self.k_norm.weight
         return ops.qk_norm_mrope(q, k, *weights, positions, eps=self.q_norm.eps, **self.rope)

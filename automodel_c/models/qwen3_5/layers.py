@@ -1,11 +1,14 @@
 """Norms and the dense MLP, on this package's operators. [.., H] in and out."""
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from automodel_c import ops
 from automodel_c.parallel.tensor import TensorParallel
+
+from .tensor import split
 
 
 class RMSNorm(nn.Module):
@@ -46,6 +49,35 @@ class LayerNorm(nn.LayerNorm):
 def own_part(weight):
     """What this rank has of a weight: under FSDP2 that is a DTensor over the ranks that share it."""
     return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+class Head(nn.Linear):
+    """From hidden states to words. tp: the TensorParallel whose ranks share these, where the weight is a DTensor."""
+
+    def __init__(self, size, vocab):
+        super().__init__(size, vocab, bias=False)
+        self.tp = TensorParallel()
+
+    def spread(self, tp):
+        """Keeps this rank's words."""
+        self.tp, self.weight = tp, split(self.weight, 0, tp)
+
+    def forward(self, hidden, labels=None, **options):
+        """Of lists of hidden states [n, H] and labels [n] the list of losses, `options` are the operator's; of hidden
+        states alone, logits [n, V]. Over tp a rank's losses are of its own rows, its logits of the same rows as theirs.
+        One call makes all of a forward, so that FSDP2 gathers the weight once."""
+        return through_head(own_part(self.weight), self.tp, hidden, labels, **options)
+
+
+def through_head(weight, tp, hidden, labels=None, extra_bytes=None, **options):
+    """What `Head` makes of them with this rank's words, weight [V / R, H]. extra_bytes: the operator's, None for as
+    much as a float32 gradient of the weight."""
+    if labels is None:
+        logits = F.linear(hidden, weight)
+        return logits if tp.group is None else tp.gather(logits.t()).t()
+    extra_bytes = 4 * weight.numel() if extra_bytes is None else extra_bytes
+    shared = {"tp_group": tp.group, "vocab_size": len(weight) * tp.ranks, "extra_bytes": extra_bytes}
+    return [ops.linear_cross_entropy(h, weight, y, **shared, **options) for h, y in zip(hidden, labels, strict=True)]
 
 
 class MLP(nn.Module):

@@ -4,10 +4,8 @@ import dataclasses
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from automodel_c import ops
 from automodel_c.parallel import ContextParallel, alarms, megatron
 from automodel_c.parallel.exchange import exchange
 from automodel_c.parallel.experts import ExpertParallel
@@ -20,10 +18,11 @@ from .config import read_config
 from .experts import Experts, auxiliary_loss, over_ranks
 from .frames import see
 from .initialise import initialise
+from .layers import Head, through_head
 from .mtp import LOSS_SCALE, MTP
 from .pipeline import auxiliary_out, auxiliary_slope, total_load
 from .step import IGNORE, Batch, OnHost
-from .tensor import check_sizes, plan_of
+from .tensor import DIMS, check_sizes, head_style, plan_of
 from .text import DecoderLayer, TextModel
 from .vision import VisionModel
 
@@ -62,9 +61,10 @@ def load(
             their losses. What is no expert is whole on every rank, and its gradient this rank's alone. Clipping and
             torch's checkpoints take a plain tensor for the same on all ranks: `parallelize_qwen3_5` makes experts
             DTensors.
-        tp: None, or a `parallel.TensorParallel`: the ranks that share the heads of attention and the width of dense
-            MLPs, whose weights become DTensors of them, and each pack's rows between these. Each passes the whole batch
-            and gets a part of the loss, as with `cp`; gradients of weights that are whole on every rank are parts too.
+        tp: None, or a `parallel.TensorParallel`: the ranks that share the heads of attention, the width of dense
+            MLPs and, where they divide the vocabulary and lm_head is no embedding, its words, whose weights become
+            DTensors of them, and each pack's rows between these. Each passes the whole batch and gets a part of the
+            loss, as with `cp`; gradients of weights that are whole on every rank are parts too.
         tp_plan: None, or {pattern: style} in transformers' names, which takes the place of those of the model's own
             plan; see `tensor.plan_of`.
         pp: None, or a `parallel.PipelineParallel`: the model has the layers of this rank's stages alone, embedding and
@@ -101,7 +101,7 @@ def load(
     if dtype not in (torch.float32, torch.bfloat16):
         raise TypeError(f"load: dtype is {dtype}, torch.float32 or torch.bfloat16 is needed")
     ep = _expert_parallel(ep_group, config.text.num_experts)
-    plan = plan_of(config.text, tp_plan)
+    plan = plan_of(config.text, tp_plan, head_style(config.tie_word_embeddings, config.text.vocab_size, tp))
     check_sizes(config.text, plan, tp)
     folder = path_or_config if isinstance(path_or_config, str) or hasattr(path_or_config, "__fspath__") else None
     model = _build(config, folder, dtype, device, Shared(ep, tp, plan, pp))
@@ -137,7 +137,7 @@ class Qwen3_5(nn.Module):
         self.model.visual = VisionModel(config.vision)
         self.lm_head = None  # the embedding's, where they are tied
         if not config.tie_word_embeddings:
-            self.lm_head = nn.Linear(config.text.hidden_size, config.text.vocab_size, bias=False)
+            self.lm_head = Head(config.text.hidden_size, config.text.vocab_size)
         self.mtp = MTP(config.text) if config.text.mtp_num_hidden_layers else None
 
     def __call__(self, batch, *stage):
@@ -190,11 +190,11 @@ class Qwen3_5(nn.Module):
                 out |= auxiliary_out(stats, text.num_experts_per_tok, self.aux_loss == "per_layer", arrived)
             return out
         labels = batch.labels if rows is None else batch.labels.index_select(0, rows)
-        loss = lm_loss = self._cross_entropy(hidden, labels, batch)
-        mtp_loss = aux_loss = torch.zeros_like(lm_loss)
-        if self.mtp is not None:
-            depths = self.mtp(hidden, embeddings, batch)
-            mtp_loss = sum(self._cross_entropy(h, labels, batch) for h, labels in depths) / len(depths)
+        depths = [] if self.mtp is None else self.mtp(hidden, embeddings, batch)
+        lm_loss, *ahead = self._cross_entropies([(hidden, labels), *depths], batch)
+        loss, mtp_loss, aux_loss = lm_loss, torch.zeros_like(lm_loss), torch.zeros_like(lm_loss)
+        if ahead:
+            mtp_loss = sum(ahead) / len(ahead)
             loss = loss + LOSS_SCALE * mtp_loss
         load = {}
         if self.has_aux_loss:
@@ -217,11 +217,6 @@ class Qwen3_5(nn.Module):
             hidden, embeddings = arrived["hidden"], arrived.get("embeddings")
         layers = self.pp.layers(self.config.text.num_hidden_layers, chunk)
         return *self.model.language_model(hidden, batch.step, rows, layers), embeddings
-
-    @property
-    def head_weight(self):
-        """[V, H]."""
-        return (self.model.language_model.embed_tokens if self.lm_head is None else self.lm_head).weight
 
     @property
     def shares_loads(self):
@@ -264,7 +259,7 @@ class Qwen3_5(nn.Module):
                 hidden = exchange(hidden, share.to_all(_rows_in(rows, plan.tokens)), plan.group)
             elif rows is not None:
                 hidden = hidden.index_select(0, torch.as_tensor(rows, dtype=torch.int64, device=hidden.device))
-            return F.linear(hidden, self.head_weight)
+            return self._head(hidden)
 
     def prepare(self, batch, labels=True):
         """The `Batch` of a batch, which must have labels where they are asked for."""
@@ -281,13 +276,17 @@ class Qwen3_5(nn.Module):
         seen, places = see(self.model.visual, batch.media, batch.share, self.frame_sharding, embeddings.device)
         return embeddings.index_copy(0, places, seen.to(embeddings.dtype))
 
-    def _cross_entropy(self, hidden, labels, batch):
-        text, extra_bytes = self.config.text, self.loss_extra_bytes
-        if extra_bytes is None:
-            extra_bytes = 4 * text.vocab_size * text.hidden_size
-        return ops.linear_cross_entropy(
-            hidden, self.head_weight, labels, num_label_tokens=batch.num_label_tokens, ignore_index=IGNORE,
-            extra_bytes=extra_bytes,
+    def _head(self, hidden, labels=None, **options):
+        """As `Head`, whose weight may be the embedding's."""
+        if self.lm_head is not None:
+            return self.lm_head(hidden, labels, **options)
+        return through_head(self.model.language_model.embed_tokens.weight, TensorParallel(), hidden, labels, **options)
+
+    def _cross_entropies(self, pairs, batch):
+        """The loss of each (hidden states, labels)."""
+        return self._head(
+            *map(list, zip(*pairs, strict=True)), num_label_tokens=batch.num_label_tokens, ignore_index=IGNORE,
+            extra_bytes=self.loss_extra_bytes,
         )  # fmt: skip
 
     def recompute(self, value, scope="all"):
@@ -343,6 +342,8 @@ def _build(config, folder, dtype, device, shared):
     for module in model.modules() if tp.group is not None else ():
         if isinstance(module, DecoderLayer):
             module.spread(tp, shared.plan)
+    if tp.group is not None and model.lm_head is not None and shared.plan["lm_head"] in DIMS:
+        model.lm_head.spread(tp)
     meta = device is not None and torch.device(device).type == "meta"
     if not meta:
         model.to_empty(device=device or "cpu")

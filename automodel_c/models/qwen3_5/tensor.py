@@ -1,10 +1,11 @@
 """Which weights the ranks of tensor parallelism split, and how.
 
 The plan maps patterns of modules to styles, by the names that transformers gives both: "colwise" splits a weight's rows
-(what it makes), "rowwise" its columns (what it takes). All other styles leave a weight whole on every rank, which sees
+(what it makes), "rowwise" its columns (what it takes); the head's rows are words, whose loss the ranks make together.
+All other styles leave a weight whole on every rank, which sees
 its own rows or heads and so makes a part of the gradient: norms of queries and keys
 ("replicated_with_grad_allreduce"), gated delta nets ("colwise_gather_output", since their heads share a convolution),
-embeddings, head, router, experts. Parts are summed where FSDP2 reduces.
+embeddings, a head that is the embedding, router, experts. Parts are summed where FSDP2 reduces.
 """
 
 import re
@@ -23,13 +24,14 @@ _SPLIT = {  # what is split together, or not at all
 _GATHERED = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
 
 
-def plan_of(text, given=None):
-    """{pattern: style} of a TextConfig. given: None, or a mapping whose styles take the place of the plan's.
+def plan_of(text, given=None, head="replicated"):
+    """{pattern: style} of a TextConfig. given: None, or a mapping whose styles take the place of the plan's. head: the
+    plan's style of a head that may be split, None where it is the embedding.
 
     ValueError names a style that is not known, a pattern that is not the model's, a weight that this definition splits
     in one way alone, or never, and one that is split without those that it is used with.
     """
-    plan = _plan(text)
+    plan = _plan(text) | {"lm_head": head or "replicated"}
     for pattern, style in (given or {}).items():
         key = pattern.removeprefix("model.").removeprefix("language_model.")
         check_known(key, plan, "tp_plan.")
@@ -37,8 +39,9 @@ def plan_of(text, given=None):
             raise ValueError(
                 f"tp_plan: unknown parallel style {style!r} of {pattern}; one of {', '.join((*DIMS, *WHOLE))} is needed"
             )
-        *_, part, name = key.split(".")
-        possible = _SPLIT.get(part, {}).get(name) if part in _parts(text) else None
+        *path, name = key.split(".")
+        possible = _SPLIT[path[-1]].get(name) if path and path[-1] in _parts(text) else None
+        possible = "colwise" if key == "lm_head" and head else possible
         if style in DIMS and style != possible:
             how = f"{possible!r}, or whole" if possible else "whole"
             raise ValueError(f"tp_plan: {pattern} is {style!r}; it may be {how}")
@@ -58,7 +61,7 @@ def _plan(text):
     plan = {f"layers.*.{part}.{name}": style for part in _parts(text) for name, style in _SPLIT[part].items()}
     plan |= {f"layers.*.self_attn.{name}": "replicated_with_grad_allreduce" for name in ("q_norm", "k_norm")}
     plan |= {f"layers.*.linear_attn.{name}": "colwise_gather_output" for name in _GATHERED}
-    return plan | {"lm_head": "replicated", "embed_tokens": "replicated"}
+    return plan | {"embed_tokens": "replicated"}
 
 
 def splits(plan, part):
@@ -73,6 +76,8 @@ def check_sizes(text, plan, tp):
         sizes += [("num_attention_heads", text.num_attention_heads), ("num_key_value_heads", text.num_key_value_heads)]
     if splits(plan, "mlp"):
         sizes.append(("intermediate_size", text.intermediate_size))
+    if plan["lm_head"] in DIMS:
+        sizes.append(("vocab_size", text.vocab_size))
     for name, size in sizes:
         if size % tp.ranks:
             raise ValueError(f"load: {name} is {size}, no multiple of the {tp.ranks} ranks of tp")
@@ -81,11 +86,23 @@ def check_sizes(text, plan, tp):
 def cut(module, part, tp):
     """Keeps this rank's part of the weights of a module of attention or an MLP, which become DTensors over tp."""
     for name, style in _SPLIT[part].items():
-        linear, dim = getattr(module, name), DIMS[style]
-        local = linear.weight.detach().chunk(tp.ranks, dim)[tp.rank].clone()
-        spread = DTensor.from_local(local, tp.mesh, [Shard(dim)], run_check=False)
-        linear.weight = nn.Parameter(spread, requires_grad=linear.weight.requires_grad)
+        linear = getattr(module, name)
+        linear.weight = split(linear.weight, DIMS[style], tp)
     module.is_cut = True
+
+
+def split(weight, dim, tp):
+    """This rank's part of a whole weight, a parameter that is a DTensor over tp."""
+    local = weight.detach().chunk(tp.ranks, dim)[tp.rank].clone()
+    spread = DTensor.from_local(local, tp.mesh, [Shard(dim)], run_check=False)
+    return nn.Parameter(spread, requires_grad=weight.requires_grad)
+
+
+def head_style(tied, vocab, tp):
+    """The plan's style of the head: split where the ranks divide the words, None where it is the embedding."""
+    if tied:
+        return None
+    return "replicated" if vocab % tp.ranks else "colwise"
 
 
 def is_split(module):

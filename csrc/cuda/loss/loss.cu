@@ -5,6 +5,7 @@
  *   grad_kernel     a block kGradThreads * kGradWords words of a row: (exp(l - top) / sum - [v = y]) * dloss / count
  *   total_kernel    one block: the sum over rows in float64, in one order, over the count
  *   targets_kernel  one block: labels as AM_LOSS_... says, and how many there are
+ *   join_kernel     a thread a row: statistics of ranks that share the words, in their order
  *   mask_kernel     ignored rows made 0
  *
  * A row may start anywhere: elements before its first and after its last whole word go one by one.
@@ -353,6 +354,24 @@ __global__ void __launch_bounds__(kOne)
         *own = count;
 }
 
+__global__ void __launch_bounds__(kThreads)
+    join_kernel(float *stats, int64_t apart, const float *parts, int64_t ranks, int64_t tokens)
+{
+    const int64_t row = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+    if (row >= tokens)
+        return;
+    Stats s = {-CUDART_INF_F, 0.0f};
+    float logit = 0.0f;
+    for (int64_t r = 0; r < ranks; r++) {
+        const float *const part = parts + 3 * r * tokens + row;
+        join<float>(&s, {part[0], part[tokens]});
+        logit += part[2 * tokens];
+    }
+    stats[row] = s.top;
+    stats[row + apart] = s.sum;
+    stats[row + 2 * apart] = logit;
+}
+
 template <typename In, typename Out>
 __global__ void mask_kernel(Out *out, const In *in, int64_t stride, int64_t n, const int64_t *targets)
 {
@@ -471,7 +490,7 @@ am_status targets(const am_lce_rows_args *a, cudaStream_t stream)
 {
     targets_kernel<<<1, kOne, 0, stream>>>(
         static_cast<int64_t *>(a->targets.data), static_cast<int64_t *>(a->count.data),
-        targets_of(a->labels, a->ignore_index, a->weight.shape[0]), a->hidden.shape[0], count_of(a->num_label_tokens));
+        targets_of(a->labels, a->ignore_index, a->vocab), a->hidden.shape[0], count_of(a->num_label_tokens));
     AM_CUDA_LAUNCHED();
     return AM_OK;
 }
@@ -485,6 +504,17 @@ am_status chunk(const am_lce_chunk_args *a, cudaStream_t stream)
     w.apart = a->stats.stride[0];
     w.first = a->first;
     return launch_rows(w, a->logits, stream);
+}
+
+am_status join_ranks(const am_lce_join_args *a, cudaStream_t stream)
+{
+    const int64_t tokens = a->parts.shape[2], blocks = (tokens + kThreads - 1) / kThreads;
+    AM_TRY(check_grid(blocks));
+    join_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(
+        static_cast<float *>(a->stats.data), a->stats.stride[0], static_cast<const float *>(a->parts.data),
+        a->parts.shape[0], tokens);
+    AM_CUDA_LAUNCHED();
+    return AM_OK;
 }
 
 am_status total(const am_lce_chunk_args *a, cudaStream_t stream)
@@ -547,6 +577,7 @@ am_status am_cuda_cross_entropy_backward(const am_cross_entropy_args *a, const a
 
 am_status am_cuda_lce_targets(const am_lce_rows_args *a, const am_exec *ex) { return on_device(targets, a, ex); }
 am_status am_cuda_lce_chunk(const am_lce_chunk_args *a, const am_exec *ex) { return on_device(chunk, a, ex); }
+am_status am_cuda_lce_join(const am_lce_join_args *a, const am_exec *ex) { return on_device(join_ranks, a, ex); }
 am_status am_cuda_lce_loss(const am_lce_chunk_args *a, const am_exec *ex) { return on_device(total, a, ex); }
 am_status am_cuda_lce_grad(const am_lce_chunk_args *a, const am_exec *ex) { return on_device(gradient, a, ex); }
 am_status am_cuda_lce_mask(const am_lce_mask_args *a, const am_exec *ex) { return on_device(mask, a, ex); }

@@ -15,9 +15,12 @@
  * writes as much as it reads of one of them. 32K tokens of 32 + 2 heads of 256 in bfloat16: 1.14 GB forward, 0.27 ms
  * at 4,277 GB/s; 1.71 GB backward, 0.40 ms. Two passes move 2.28 and 2.85 GB.
  *
- * Compiled without spills, and its walk over rows emulated on the host (every row once, every table large enough). It
- * has not run on a GPU: tests/cuda/test_qk_norm_mrope_cuda.py has not been seen to pass, and no time stands behind what
- * benchmarks/ops/bench_memory_cuda.py predicts. Our model takes the two passes on CUDA until then.
+ * Measured on an H200, 32K tokens, q every other head of its projection, beside rms_norm of both and mrope, ms:
+ *   heads    forward          backward         copy, forward
+ *   32 + 2   0.408 of 0.597   0.618 of 0.763   0.271
+ *   24 + 4   0.358 of 0.495   0.524 of 0.639   0.224
+ *   16 + 4   0.254 of 0.360   0.380 of 0.465   0.162
+ * So 1.4 and 1.2 times two passes, but 0.67 of the copy forward where 0.92 was predicted.
  */
 #include "on_device.h"
 #include "rope_norm.cuh"

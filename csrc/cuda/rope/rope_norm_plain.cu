@@ -1,7 +1,7 @@
 /* rope_norm_plain.cu -- heads of any dim, stride and alignment normed and turned: a block a token, head after head.
  *
  * Backward: block b does the tokens b, b + runs, .. and adds their weight gradients to its run in memory, in float64; a
- * thread owns its columns. Compiled; has not run on a GPU.
+ * thread owns its columns.
  */
 #include "rope_norm.cuh"
 
@@ -106,6 +106,7 @@ __global__ void __launch_bounds__(kThreads) rope_norm_grad_plain_kernel(const __
     for (int64_t token = blockIdx.x; token < p.tokens; token += gridDim.x) {
         __syncthreads();
         ropes::fill_table(p.angles, token, 1, table);
+        __syncthreads();
         for (uint32_t head = 0; head < p.heads.by; head++)
             grad_of_head<T>(p, token, head, table, run);
     }
