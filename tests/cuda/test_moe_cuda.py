@@ -13,7 +13,6 @@ from tests.numerics import assert_as_good_as, draws_for, pool
 from tests.ops.test_moe import (
     NAMES,
     SHAPES,
-    check_weight_grads,
     naive,
     oracle,
     ours,
@@ -21,8 +20,8 @@ from tests.ops.test_moe import (
     run,
     same_without_output,
     upstream_of,
-    with_idle_experts,
 )
+from tests.ops.test_moe_weight_grads import check_weight_grads, with_idle_experts
 
 pytestmark = pytest.mark.cuda
 
