@@ -21,7 +21,7 @@ Predicted for short messages on the caller's stream, by two kernels and one wait
 are Python's; 1 MiB in 20 us, 27 with packing. For sums that read the other rank's memory: 64 MiB, of which half is read
 over NVLink at 370 GB/s after a copy of a first piece of 4 MiB, 91 us and 20 of hops and tails: 300 GB/s; 256 MiB 350.
 
-Found, on a host whose calls and words in its memory take 1.4 to 2.6 times as long (torch's call 101 us, a meeting 99):
+Found, on a host busy with other work (torch's call 101 us, a meeting 99; exchange_cuda_busy.json):
 joined at once 21 us, later 47. 1 MiB 49 us beside torch's 62, and 73 beside 72 with packing; 64 MiB 329 beside 300, 428
 beside 445. Sums 118, 199 and 581 us, NCCL's 106, 182 and 583: other GPUs' memory is read at 280 GB/s, whatever the
 number of blocks from 64 on (results/h200x2/exchange_variants.json).
