@@ -27,8 +27,7 @@ STRATEGIES = ("fsdp2", "megatron_fsdp")
 def parallelize_qwen3_5(
     model, mesh, *, moe_mesh=None, mp_policy=None, reshard_after_forward=None, experts_reshard_after_forward=None,
     activation_checkpointing=False, activation_checkpointing_scope="all", compile=False, async_tensor_parallel=False,
-    strategy="fsdp2", reduce_per_microbatch=True,
-    fp32_expert_grads=False,
+    strategy="fsdp2", reduce_per_microbatch=True, fp32_expert_grads=False,
 ):  # fmt: skip
     """Shards `model` in place over a device mesh with FSDP2, or Megatron-FSDP, and returns it.
 
@@ -78,6 +77,11 @@ def parallelize_qwen3_5(
     _check_experts(model, mesh, moe_mesh)
     mp_policy = mp_policy or MixedPrecisionPolicy()
     if strategy == "megatron_fsdp":
+        if fp32_expert_grads:
+            raise NotImplementedError(
+                "distributed.strategy=megatron_fsdp with distributed.moe.fp32_weight_grads=true is not supported: its"
+                " buffers take gradients of the weights' dtype"
+            )
         zero = megatron.check(model, mesh, moe_mesh, mp_policy, reshard_after_forward, reduce_per_microbatch)
     _checkpoint_activations(model, activation_checkpointing, activation_checkpointing_scope, cp)
     if own and async_tensor_parallel:
@@ -158,12 +162,12 @@ def _shard_experts(experts, moe_mesh, *, mesh, mp_policy, **options):
 
 
 def _widen_expert_grads(model, mp_policy):
-    found = [m for m in model.modules() if isinstance(m, Experts)]
+    found = [m for m in model.modules() if isinstance(m, Experts) and all(p.requires_grad for p in m.parameters())]
     dtypes = (mp_policy.param_dtype, mp_policy.reduce_dtype)
     if not found or dtypes != (torch.bfloat16, torch.float32):
         raise ValueError(
-            f"parallelize_qwen3_5: fp32_expert_grads: {len(found)} layers of experts with param_dtype {dtypes[0]} and"
-            f" reduce_dtype {dtypes[1]}; experts with torch.bfloat16 and torch.float32 are needed"
+            f"parallelize_qwen3_5: fp32_expert_grads: {len(found)} layers of trained experts, param_dtype {dtypes[0]}"
+            f" and reduce_dtype {dtypes[1]}; experts with torch.bfloat16 and torch.float32 are needed"
         )
     WideGradients.install(model, Experts, ("gate_up_proj", "down_proj"))
 

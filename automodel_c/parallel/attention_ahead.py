@@ -192,13 +192,14 @@ def _backward(dout, saved, work, causal, scale):
         dkeys = [_alloc.empty(x.shape, x.dtype, x.device) for x in (there[:, :, 0], there[:, :, 1])]
         lses = kept[4 + 2 * n : 6 + 2 * n]
         call.backward(rows_dout, rows, there[:, :, 0], there[:, :, 1], result, *lses, (rows_dq, *dkeys))
-        sums = torch.stack(dkeys, dim=2) if sums is None else sums.add_(torch.stack(dkeys, dim=2))
+        dkeys = torch.stack(dkeys, dim=2).float()  # summed in float32, rounded once for each way
+        sums = dkeys if sums is None else sums.add_(dkeys)
     queries_end = begin(dqueries, halves.query_gradients, group, dq)
-    keys_end = begin_back(torch.zeros_like(there) if sums is None else sums, halves.keys, group)
+    keys_end = begin_back(torch.zeros_like(there) if sums is None else sums.to(there.dtype), halves.keys, group)
     second.backward(dout[cut:], q[cut:], k[cut:], v[cut:], out[cut:], *kept[2:4], (dq[cut:], dk[cut:], dv[cut:]))
     queries_end()
     dkeys = keys_end()
-    return dq, dk.add_(dkeys[:, :, 0]), dv.add_(dkeys[:, :, 1])
+    return dq, *(x.copy_(x.float() + dkeys[:, :, n].float()) for n, x in enumerate((dk, dv)))
 
 
 def _by_round(halves, x):

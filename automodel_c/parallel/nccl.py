@@ -13,7 +13,7 @@ from automodel_c import _amcore
 
 os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
 
-CHUNK, PLACES, ALL_PLACES = 16 << 20, 4, 256 << 20  # bytes of a place in a window, of all places for every peer at most
+CHUNK, PLACES, ALL_PLACES = 16 << 20, 4, 256 << 20  # bytes: a place in a window; all, as many again for sums
 MOST_RANKS = 16  # that share windows
 SHORT = 2 << 20  # bytes of a message that travels best on the stream that waits for it
 
@@ -42,13 +42,12 @@ class Communicator:
     def exchange(self, arriving, sent, send_bytes, receive_bytes, joined=False):
         """Bytes to and from every rank, on a stream of its own behind the current one; the host goes on. ``joined``:
         and the current stream waits, so that `join` is not needed."""
-        if joined:
-            self.since = time.monotonic()
-        else:
-            self._hold(arriving, sent)
+        self._hold(arriving, sent)
         _amcore.comm_exchange(
             arriving, sent, comm=self.number, send_bytes=send_bytes, receive_bytes=receive_bytes, joined=joined
         )  # fmt: skip
+        if joined:
+            self._let_go(arriving)
 
     def window(self):
         """Memory that the other ranks of this machine write into: its handle, for `attach` on every rank."""
@@ -67,6 +66,9 @@ class Communicator:
     def join(self, arriving):
         """The current stream waits for what began to arrive there, and for all that was begun before."""
         _amcore.comm_join(arriving, comm=self.number)
+        self._let_go(arriving)
+
+    def _let_go(self, arriving):
         held = self._held.get(arriving.data_ptr())
         if held:
             held.pop(0)

@@ -288,6 +288,7 @@ def _check_operators(recipe):
         f"distributed.tp_size={recipe.distributed.tp_size}": (recipe.distributed.tp_size or 1) > 1,
         f"distributed.pp_size={recipe.distributed.pp_size}": (recipe.distributed.pp_size or 1) > 1,
         frames: recipe.distributed.multimodal.vision.frame_sharding.enabled,
+        "distributed.moe.fp32_weight_grads=true": recipe.distributed.moe.fp32_weight_grads,
     }
     packs = {
         "packed_sequence.enabled": recipe.packed_sequence.enabled,
@@ -311,6 +312,8 @@ def _check_megatron(recipe):
     for name in ("ep", "pp"):
         if (getattr(section, f"{name}_size") or 1) > 1:
             raise RecipeError(f"{strategy} needs distributed.{name}_size=1, found {getattr(section, f'{name}_size')}")
+    if section.moe.fp32_weight_grads:
+        raise RecipeError(f"{strategy} needs distributed.moe.fp32_weight_grads=false")
     try:
         megatron.zero_strategy(recipe.pipeline.reduce_grad_per_microbatch, section.reshard_after_forward)
     except ValueError as error:

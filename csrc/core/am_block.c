@@ -14,11 +14,27 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static header *kept[SLOTS];
 static size_t kept_bytes;
 
+/* A child has the lock free, whatever another thread was at. */
+static void before_fork(void) { pthread_mutex_lock(&lock); }
+
+static void after_fork_parent(void) { pthread_mutex_unlock(&lock); }
+
+static void after_fork_child(void) { pthread_mutex_init(&lock, NULL); }
+
+static void init(void) { pthread_atfork(before_fork, after_fork_parent, after_fork_child); }
+
+static void take_lock(void)
+{
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, init);
+    pthread_mutex_lock(&lock);
+}
+
 /* The smallest that fits without wasting more than it holds. */
 static header *take_kept(size_t bytes)
 {
     header *found = NULL;
-    pthread_mutex_lock(&lock);
+    take_lock();
     int best = -1;
     for (int i = 0; i < SLOTS; i++)
         if (kept[i] && kept[i]->bytes >= bytes && kept[i]->bytes / 2 <= bytes &&
@@ -51,7 +67,7 @@ void am_block_give(void *block)
         return;
     header *h = (header *)block - 1;
     if (h->bytes >= LEAST && h->bytes <= AM_BLOCK_KEPT) {
-        pthread_mutex_lock(&lock);
+        take_lock();
         int at = -1, least = -1; /* a free slot, else the smallest's */
         for (int i = 0; i < SLOTS && at < 0; i++) {
             if (kept[i] == NULL)

@@ -74,14 +74,14 @@ typedef struct am_lce_chunk_args {
     int64_t n;                  /* rows (_loss) */
 } am_lce_chunk_args;
 
-am_status am_lce_rows(am_lce_rows_args *a, const am_exec *ex);
-am_status am_lce_targets(am_lce_rows_args *a, const am_exec *ex);
 /* Statistics of ranks that share the words, joined in the order of ranks, so that all of them have the same bits. */
 typedef struct am_lce_join_args {
     am_tensor stats; /* [3, T] f32 out, as am_lce_chunk_args has them */
     am_tensor parts; /* [R, 3, T] f32 in, contiguous; the logit of a label that is no word of a rank's is 0 there */
 } am_lce_join_args;
 
+am_status am_lce_rows(am_lce_rows_args *a, const am_exec *ex);
+am_status am_lce_targets(am_lce_rows_args *a, const am_exec *ex);
 am_status am_lce_chunk(am_lce_chunk_args *a, const am_exec *ex);
 am_status am_lce_join(am_lce_join_args *a, const am_exec *ex);
 am_status am_lce_loss(am_lce_chunk_args *a, const am_exec *ex);

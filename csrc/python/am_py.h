@@ -87,6 +87,7 @@ typedef struct am_py_state {
     PyObject *exchange_by_type; /* dict: type -> capsule, or None when the type has no table */
     PyObject *last_type;        /* strong: the type seen last, and its table, so that the usual call skips the dict */
     const void *last_api;
+    int last_wraps; /* whether its objects have a field behind their header */
 } am_py_state;
 
 #define AM_PY_OP_RESULT(pyname, cname, args_t, result, ...)                                                            \

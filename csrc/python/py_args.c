@@ -182,7 +182,7 @@ static void prefetch(const am_py_call *call, PyObject *later, PyObject *soon)
 {
     const am_py_state *const state = PyModule_GetState(call->module);
     __builtin_prefetch(later);
-    if (state->last_api == NULL || (PyObject *)Py_TYPE(soon) != state->last_type)
+    if (state->last_api == NULL || !state->last_wraps || (PyObject *)Py_TYPE(soon) != state->last_type)
         return;
     const char *wrapped;
     memcpy(&wrapped, (const char *)soon + sizeof(PyObject), sizeof wrapped);

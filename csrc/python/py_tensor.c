@@ -170,6 +170,11 @@ static const DLExchangeAPI *exchange_api(am_py_state *state, PyObject *obj, int 
         return NULL;
     }
     const DLExchangeAPI *const api = capsule == Py_None ? NULL : api_of_capsule(capsule);
+    PyObject *const size = PyObject_GetAttrString(type, "__basicsize__");
+    const Py_ssize_t basic = size ? PyLong_AsSsize_t(size) : -1;
+    Py_XDECREF(size);
+    PyErr_Clear();
+    state->last_wraps = basic >= (Py_ssize_t)(sizeof(PyObject) + sizeof(void *));
     PyObject *const before = state->last_type;
     state->last_type = Py_NewRef(type); /* the type keeps its capsule, and so the table */
     state->last_api = api;

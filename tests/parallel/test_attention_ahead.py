@@ -65,7 +65,21 @@ def both_ways(lengths, layout, causal, padding):
     assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
     for a, b in zip(found[2:], expected[2:], strict=True):  # added in another order
         assert float((a - b).norm()) <= 1e-6 * float(b.norm())
+    assert narrow(local, plan, causal) <= 1.5
     return len(work.halves.away), [len(docs) // 2 for docs, _ in work.halves.home]
+
+
+def narrow(local, plan, causal):
+    """In bfloat16: the error of the keys' and values' gradients over that through buffers, truth is float32's."""
+    local = [x.bfloat16() for x in local]
+    work, exact_work = (plan.attention(4, 2, 16, dtype, causal=causal) for dtype in (torch.bfloat16, torch.float32))
+    found = results(lambda *x: attention_ahead(*x, work, causal, None), local)[0][2:]
+    naive = results(lambda *x: through_buffers(*x, work, causal), local)[0][2:]
+    exact = results(lambda *x: through_buffers(*x, exact_work, causal), [x.float() for x in local])[0][2:]
+    errors = [
+        sum(float((a.float() - c).square().sum()) for a, c in zip(some, exact, strict=True)) for some in (found, naive)
+    ]
+    return (errors[0] / max(errors[1], 1e-30)) ** 0.5 if errors[0] else 0.0
 
 
 @pytest.mark.parametrize("padding", [0, 13])

@@ -254,6 +254,7 @@ def test_load_recipe_megatron_fsdp(recipe, overrides, reduced):
         ("model.operators=transformers", "megatron_fsdp needs model.operators: automodel_c"),
         ("distributed.ep_size=4", "megatron_fsdp needs distributed.ep_size=1, found 4"),
         ("distributed.pp_size=2", "megatron_fsdp needs distributed.pp_size=1, found 2"),
+        ("distributed.moe.fp32_weight_grads=true", "megatron_fsdp needs distributed.moe.fp32_weight_grads=false"),
     ],
 )
 def test_load_recipe_megatron_fsdp_alone(recipe, override, words):

@@ -36,6 +36,10 @@ def config_of(recipe):
         if (getattr(recipe.distributed, key) or 1) > 1:
             found = getattr(recipe.distributed, key)
             raise RecipeError(f"distributed.{key}={found}: automodel-c plan predicts meshes of dp, cp and ep alone")
+    if recipe.distributed.strategy != "fsdp2":
+        raise RecipeError(f"distributed.strategy={recipe.distributed.strategy}: automodel-c plan predicts fsdp2 alone")
+    if recipe.distributed.moe.fp32_weight_grads:
+        raise RecipeError("distributed.moe.fp32_weight_grads=true: automodel-c plan does not predict it")
     config = read_config(dry_run.source_of(recipe)[1])
     if config.tie_word_embeddings:
         raise RecipeError(
