@@ -13,7 +13,7 @@ ASAN_COPY := automodel_c tests benchmarks csrc examples tools setup.py pyproject
 C_FILES := $(shell git ls-files 'csrc/*.[ch]' 'csrc/*.inc' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.c')
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build demo demo-dp long-run test test-isa asan tsan fuzz fuzz-core fuzz-entries leaks faults soak valgrind lint fix api bench cpu-only cuda-report wheel clean
+.PHONY: help venv build demo demo-dp long-run test test-isa asan tsan fuzz fuzz-core fuzz-entries leaks faults soak valgrind lint format-check fix api bench cpu-only cuda-report wheel clean
 
 help: ## print this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' | awk -F'|' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -101,11 +101,13 @@ valgrind: build ## memcheck of the binding layer: every door and every hostile p
 leaks: build ## every entry point a hundred thousand times, memory and references watched
 	AM_LEAK_ROUNDS=100000 $(PY) -m pytest -q tests/leaks
 
-lint: build ## clang-format, ruff, and the project's own rules
+lint: format-check ## clang-format, ruff, and the project's own rules
+	$(PY) -m pytest -q tests/lint
+
+format-check: build
 	$(VENV)/bin/clang-format --dry-run --Werror $(C_FILES)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(PY) -m pytest -q tests/lint
 
 fix: venv ## format everything
 	$(VENV)/bin/clang-format -i $(C_FILES)
