@@ -117,7 +117,8 @@ typedef struct am_exchange_by_args {
     am_tensor own;   /* exchange_sum_by: [O, ...] in */
     am_tensor table; /* [n + 1, 7] or [M + 1 + n] i64 contiguous, in: of exchange_table or exchange_index. Rows that are
                         outside the tensors are left out */
-    int64_t rows;    /* exchange_copy_by: how many rows the table's moves have; on a CPU more is an error */
+    int64_t rows;    /* exchange_copy_by: how many rows the table's moves have; on a CPU more is an error, but where
+                        out has so many: a table made on a device may not say where it ends */
 } am_exchange_by_args;
 
 am_status am_exchange_copy_by(const am_exchange_by_args *a, const am_exec *ex);

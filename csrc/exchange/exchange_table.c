@@ -237,8 +237,8 @@ am_status am_exchange_copy_by(const am_exchange_by_args *a, const am_exec *ex)
     if (ex->dev == AM_DEV_CUDA)
         return am_cuda_exchange_copy_by(a, ex);
     const int64_t told = ((const int64_t *)a->table.data)[AM_EXCHANGE_ENTRY * (a->table.shape[0] - 1)];
-    AM_CHECK(a->rows <= told, AM_ERR_ARG, "%s: rows is %lld, the table ends at %lld", fn, (long long)a->rows,
-             (long long)told);
+    AM_CHECK(a->rows <= told || a->rows <= a->out.shape[0], AM_ERR_ARG, "%s: rows is %lld, the table ends at %lld", fn,
+             (long long)a->rows, (long long)told);
     by_job job = {a, a->table.shape[0], (size_t)am_exchange_width(&a->out) * am_dtype_size(a->out.dtype)};
     am_parallel_for(a->rows, BY_GRAIN, copy_rows, &job);
     return AM_OK;
