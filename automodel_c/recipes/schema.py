@@ -171,7 +171,7 @@ class Distributed:
     strategy: str = "fsdp2"  # or megatron_fsdp: on GPUs, by the package megatron-fsdp from 0.5 on
     dp_size: int | None = None  # None: the ranks that were started / (cp_size * tp_size * pp_size)
     dp_replicate_size: int | None = only(None, 1)
-    tp_size: int | None = 1  # ranks that split heads, widths and words, and share every microbatch; None: 1
+    tp_size: int | None = 1  # ranks that split heads and widths, and share every microbatch; None: 1
     cp_size: int | None = 1  # ranks that share every microbatch; None: 1
     pp_size: int | None = 1  # ranks over which the layers are laid, one behind another; None: 1
     ep_size: int | None = 1  # ranks that share the experts of every layer, of all with the same layers; None: 1

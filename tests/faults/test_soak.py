@@ -19,7 +19,7 @@ FLAT = {"kib": 0.25, "malloc_kib": 0.125, "blocks": 0.5}  # a step: less than on
 
 
 def growth(rank, what):
-    """A step, over the second half: the median of all pairs' slopes, which no single step can move; NaN of one point."""
+    """A step, over the second half: the median of all pairs' slopes, which no single step can move; NaN of one."""
     points = [(row["step"], row[what]) for row in rank[len(rank) // 2 :] if what in row]
     slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in itertools.combinations(points, 2)]
     return statistics.median(slopes) if slopes else float("nan")

@@ -106,7 +106,7 @@ def test_where_weights_lie(rank_pools):
     names = {key: {name.rsplit(".", 2)[-2] for name in of} for key, of in found.items()}
     assert {mesh for _, mesh in names} == {4}
     rows = names.pop(("(_StridedShard(dim=0, sf=2), Shard(dim=0))", 4))
-    assert rows == {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head"}
+    assert rows == {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
     assert names.pop(("(Shard(dim=0), Shard(dim=1))", 4)) == {"o_proj", "down_proj"}
     ((placements, rest),) = names.items()
     assert placements == ("(Shard(dim=0),)", 4) and {"q_norm", "in_proj_qkv", "embed_tokens"} <= rest
@@ -153,7 +153,9 @@ def test_what_cannot_be_split_is_refused(ranks):
 def test_a_head_that_is_the_embedding_stays_whole():
     text = read_config(models.config("qwen3_5")).text
     assert plan_of(text, None, head_style(True, 256, TensorParallel()))["lm_head"] == "replicated"
-    assert plan_of(text, None, head_style(False, 256, TensorParallel()))["lm_head"] == "colwise"
+    assert plan_of(text, None, head_style(False, 256, TensorParallel()))["lm_head"] == "replicated"
+    asked = plan_of(text, {"lm_head": "colwise"}, head_style(False, 256, TensorParallel()))
+    assert asked["lm_head"] == "colwise"
     with pytest.raises(ValueError, match="tp_plan: lm_head is 'colwise'; it may be whole"):
         plan_of(text, {"lm_head": "colwise"}, None)
 

@@ -242,7 +242,8 @@ def test_train_keys(capsys):
     assert exit.value.code == 0
     assert "optimizer.betas: list of float = [0.9, 0.999]" in lines
     assert "step_scheduler.max_steps: int = null  # null: as many as num_epochs hold" in lines
-    assert "distributed.strategy: str = fsdp2  # only fsdp2 so far" in lines
+    strategies = "# or megatron_fsdp: on GPUs, by the package megatron-fsdp from 0.5 on"
+    assert f"distributed.strategy: str = fsdp2  {strategies}" in lines
     assert "wandb.mode: str = null  # online, offline or disabled; null: what WANDB_MODE says, else online" in lines
     for line in lines:
         key, default = re.match(r"([\w.]+): .*? = ([^#]*?)(?:  #|$)", line).groups()

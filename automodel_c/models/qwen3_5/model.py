@@ -62,7 +62,7 @@ def load(
             torch's checkpoints take a plain tensor for the same on all ranks: `parallelize_qwen3_5` makes experts
             DTensors.
         tp: None, or a `parallel.TensorParallel`: the ranks that share the heads of attention, the width of dense
-            MLPs and, where they divide the vocabulary and lm_head is no embedding, its words, whose weights become
+            MLPs and, where tp_plan has lm_head "colwise" and they divide it, the vocabulary, whose weights become
             DTensors of them, and each pack's rows between these. Each passes the whole batch and gets a part of the
             loss, as with `cp`; gradients of weights that are whole on every rank are parts too.
         tp_plan: None, or {pattern: style} in transformers' names, which takes the place of those of the model's own

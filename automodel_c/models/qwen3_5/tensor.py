@@ -31,7 +31,7 @@ def plan_of(text, given=None, head="replicated"):
     ValueError names a style that is not known, a pattern that is not the model's, a weight that this definition splits
     in one way alone, or never, and one that is split without those that it is used with.
     """
-    plan = _plan(text) | {"lm_head": head or "replicated"}
+    plan = _plan(text) | {"lm_head": "replicated"}  # split where it is asked for
     for pattern, style in (given or {}).items():
         key = pattern.removeprefix("model.").removeprefix("language_model.")
         check_known(key, plan, "tp_plan.")
