@@ -14,8 +14,6 @@ times how much this run took of what it said of it.
 
 import argparse
 import json
-import os
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -27,7 +25,7 @@ from automodel_c.recipes.parts import install_reduction
 from benchmarks.harness import write_gpu_rows
 from benchmarks.recipes import bench_slice, bench_slice_ranks
 from benchmarks.recipes.bench_slice import REAL, TINY, between, by_kind, mark, optimizer_of, our_model, sharded
-from benchmarks.recipes.bench_slice_ranks import Ranks, Shared, over_ranks, release, say
+from benchmarks.recipes.bench_slice_ranks import Ranks, Shared, joined, over_ranks, release, say
 from benchmarks.recipes.slice_jobs import LAYER_PACKS, MICROBATCHES, layers_prediction, projection
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -125,16 +123,7 @@ def main():
     parser.add_argument("--json", help="write here; default results/h200xN/layers.json, with --tiny none")
     parser.add_argument("--commit", default="", help="what was measured, where there is no git")
     options = parser.parse_args()
-    if "RANK" not in os.environ:
-        raise SystemExit("bench_layers: start it with torchrun --nproc-per-node N -m benchmarks.recipes.bench_layers")
-    os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] = "1"
-    device = torch.device("cpu")
-    if not options.tiny:
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        "gloo" if options.tiny else "nccl", timeout=timedelta(minutes=4), device_id=None if options.tiny else device
-    )
+    device = joined("bench_layers", options.tiny)
     with faults.guard():
         measured(options, device)
     dist.destroy_process_group()

@@ -292,6 +292,21 @@ def meshes_of(world):
     return found
 
 
+def joined(name, tiny):
+    """This rank's device, in the process group that torchrun asks for: gloo and the CPU if tiny, else NCCL."""
+    if "RANK" not in os.environ:
+        raise SystemExit(f"{name}: start it with torchrun --nproc-per-node 2 -m benchmarks.recipes.{name}")
+    os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] = "1"
+    device = torch.device("cpu")
+    if not tiny:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "gloo" if tiny else "nccl", timeout=timedelta(minutes=4), device_id=None if tiny else device
+    )
+    return device
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--tiny", action="store_true", help="small sizes on the CPU")
@@ -301,18 +316,7 @@ def main():
     parser.add_argument("--json", help=f"write here; default {JSON.name}, with --tiny none")
     parser.add_argument("--commit", default="", help="what was measured, where there is no git")
     options = parser.parse_args()
-    if "RANK" not in os.environ:
-        raise SystemExit(
-            "bench_slice_ranks: start it with torchrun --nproc-per-node 2 -m benchmarks.recipes.bench_slice_ranks"
-        )
-    os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] = "1"
-    device = torch.device("cpu")
-    if not options.tiny:
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        "gloo" if options.tiny else "nccl", timeout=timedelta(minutes=4), device_id=None if options.tiny else device
-    )
+    device = joined("bench_slice_ranks", options.tiny)
     with faults.guard():
         rows = measured(options, device)
     if dist.get_rank() == 0 and rows:
